@@ -6,22 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcompress import compression, sweeps
 from tcompress.attention import ReplacementSpec
-from tcompress.compression import Compressed
-from tcompress.compression import compress as run_compression
-from tcompress.conversion.converter import Converted
-from tcompress.conversion.converter import convert as run_conversion
+from tcompress.conversion import converter
 from tcompress.errors import RecipeError
-from tcompress.evaluation.measuring import evaluate as run_evaluation
+from tcompress.evaluation import measuring
 from tcompress.evaluation.scores import Baseline, ModelScores
+from tcompress.exports import onnx_folder
 from tcompress.exports.dense import export_dense
-from tcompress.exports.onnx_folder import ExportedOnnx
-from tcompress.exports.onnx_folder import export_onnx as run_onnx_export
 from tcompress.exports.runtime_files import RuntimeFiles
 from tcompress.fields import ExportFormat
 from tcompress.inspection import inspect_model as inspect
-from tcompress.latency.benchmark import Bench as Times
-from tcompress.latency.benchmark import bench as run_bench
+from tcompress.latency import benchmark
 from tcompress.models import SourceModel, default_output_name
 from tcompress.options import (
     Bench,
@@ -48,10 +44,7 @@ from tcompress.progress import Progress
 from tcompress.reporting.model_report import report_of as report
 from tcompress.structures import Spec
 from tcompress.structures.modules.linear import keep_weights
-from tcompress.sweeps import Swept
-from tcompress.sweeps import sweep as run_sweep
-from tcompress.training.finetuning import Finetuned
-from tcompress.training.finetuning import finetune as run_training
+from tcompress.training import finetuning
 from tcompress.vocabulary.choice import with_vocabulary
 
 __all__ = ["export_dense", "inspect", "keep_weights", "report"]  # beside what is defined here
@@ -72,7 +65,7 @@ def convert(
     token: str | None = None,
     progress: Progress | None = None,
     **options: Any,
-) -> Converted:
+) -> converter.Converted:
     """Converts a model and writes the result.
 
     Args:
@@ -105,7 +98,7 @@ def convert(
     name = source.id if isinstance(model, Mapping) else str(model)
     words = short_name(said) or said.label.replace(" + ", "-")
     folder = Path(output or default_output_name(name, words))
-    return run_conversion(source, said, folder, force=force, progress=progress)
+    return converter.convert(source, said, folder, force=force, progress=progress)
 
 
 def finetune(
@@ -117,7 +110,7 @@ def finetune(
     token: str | None = None,
     progress: Progress | None = None,
     **options: Any,
-) -> Finetuned:
+) -> finetuning.Finetuned:
     """Heals a converted model against its dense source, or teaches a model a task.
 
     Args:
@@ -145,7 +138,7 @@ def finetune(
     said = recipe or read(Finetune, options)
     name = str(model)
     folder = Path(output or default_output_name(name, said.task or "healed"))
-    return run_training(name, said, folder, force=force, token=token, progress=progress)
+    return finetuning.finetune(name, said, folder, force=force, token=token, progress=progress)
 
 
 def sweep(
@@ -167,7 +160,7 @@ def sweep(
     token: str | None = None,
     progress: Progress | None = None,
     **options: Any,
-) -> Swept:
+) -> sweeps.Swept:
     """Compares methods and sizes: converts, heals, measures and times a model in each way.
 
     Called again with the same output, only what depends on changed settings is done again.
@@ -222,7 +215,7 @@ def sweep(
     source = SourceModel.open(name, revision=revision, token=token, adapter=adapter)
     folder = Path(output or recipe.output or default_output_name(name, "sweep"))
     shared: Any = {"force": force, "token": token, "progress": progress, "seeds": seeds}
-    return run_sweep(recipe, source, folder, **shared)
+    return sweeps.sweep(recipe, source, folder, **shared)
 
 
 def evaluate(
@@ -260,7 +253,7 @@ def evaluate(
     """
     given = {**(options.pop("options", None) or {}), **options}
     given = {name: value for name, value in given.items() if value is not None}
-    return run_evaluation(
+    return measuring.evaluate(
         models,
         read(Evaluate, {"task": task, "data": data, **given}),
         baseline=baseline,
@@ -280,7 +273,7 @@ def bench(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
     **options: Any,
-) -> tuple[Times, ...]:
+) -> tuple[benchmark.Bench, ...]:
     """Times models against dense ones.
 
     Args:
@@ -297,7 +290,7 @@ def bench(
     """
     _refuse_beside(settings, **options)
     with RuntimeFiles.opened() as files:
-        return run_bench(
+        return benchmark.bench(
             [str(name) for name in models],
             None if against is None else str(against),
             settings or read(Bench, options),
@@ -317,7 +310,7 @@ def compress(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     **options: Any,
-) -> Compressed:
+) -> compression.Compressed:
     """Reaches a size or a speed: converts, heals, exports and measures, into one folder.
 
     Args:
@@ -336,7 +329,7 @@ def compress(
     Raises:
         InputError: Something given cannot be used, or the goal is out of reach.
     """
-    return run_compression(
+    return compression.compress(
         model,
         output or default_output_name(str(model), "small"),
         read(Compress, options),
@@ -357,7 +350,7 @@ def export_onnx(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     **options: Any,
-) -> ExportedOnnx:
+) -> onnx_folder.ExportedOnnx:
     """Writes a model's folder with ONNX files in it, each compared with PyTorch before.
 
     Args:
@@ -379,7 +372,7 @@ def export_onnx(
         InputError: Something given cannot be used, or the model cannot be exported.
         WriteError: A file computes something else than the model in PyTorch.
     """
-    return run_onnx_export(
+    return onnx_folder.export_onnx(
         model,
         output or default_output_name(str(model), to),
         read(OnnxFiles, options),
@@ -393,7 +386,7 @@ def export_onnx(
 
 def export_openvino(
     model: str | Path, output: str | Path | None = None, **options: Any
-) -> ExportedOnnx:
+) -> onnx_folder.ExportedOnnx:
     """Writes a model's folder with a file for OpenVINO in it; arguments as for `export_onnx`.
 
     Raises:

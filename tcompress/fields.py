@@ -151,12 +151,8 @@ def typed_fields(kind: type[BaseModel]) -> list[Typed]:
 
 def method_options(kind: type[Options], place: Place = ()) -> list[Typed]:
     """Lists the options of a method that are typed."""
-    flags = {name: _flag(name, info, METHOD_OPTIONS) for name, info in kind.model_fields.items()}
-    return [
-        Typed((*place, name), info, flags[name], info.annotation, kind.names())
-        for name, info in kind.model_fields.items()
-        if name != "name" and not flags[name].off
-    ]
+    fields = _walk(kind, place, METHOD_OPTIONS)
+    return [replace(item, owners=kind.names()) for item in fields if item.place[-1] != "name"]
 
 
 def _walk(kind: type[BaseModel], place: Place, panel: str | None) -> Iterator[Typed]:

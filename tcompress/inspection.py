@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from tcompress.artifact.checksums import looks_whole, read_sealed
-from tcompress.errors import read_settings
+from tcompress.errors import PlanError, read_settings
 from tcompress.linalg.rounding import Rounding, widths_text
 from tcompress.models.adapters import check_adapter
 from tcompress.models.names import (
@@ -279,7 +279,6 @@ def _dense_layer(layer: Any, block: str, name: str, experts: int | None = None) 
 
 
 def _dense(name: str, source: SourceModel) -> Inspection:
-    from tcompress.errors import PlanError
     from tcompress.options import Calibration, Convert
     from tcompress.planning.planner import make_plan
     from tcompress.roles.find import find_roles

@@ -24,7 +24,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
 from tcompress.options import Convert, Evaluate, Finetune, Recipe
 from tcompress.options.load import SEED_SUFFIX, repetitions
-from tcompress.options.schema import converted_beside, data_of, pretrained_beside
+from tcompress.options.schema import data_of, kept_beside
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import reports_of
 from tcompress.reporting.over_seeds import seed_groups
@@ -91,7 +91,7 @@ def run_recipe(
     output = Path(output).expanduser().absolute()
     before = output
     if recipe.finetune is not None:
-        before = converted or converted_beside(output)
+        before = converted or kept_beside(output, "converted")
     outcome = Outcome(output, before)
     heard = (progress or Silent(), say)
     run = _Run(recipe, source, outcome, force, again, token, *heard, statistics)
@@ -199,7 +199,7 @@ class _Run:
 
     @property
     def _pretrained(self) -> Path:
-        return pretrained_beside(self.outcome.folder)
+        return kept_beside(self.outcome.folder, "pretrained")
 
     @property
     def _trainings(self) -> list[Finetune]:

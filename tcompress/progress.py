@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -43,7 +43,7 @@ class Overview(Protocol):
         """A number of the model so far is known, in place of an older one."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """Progress of a stage, as text such as `3 of 8 blocks`."""
 
@@ -51,12 +51,6 @@ class Job:
     total: int
     unit: str
     done: int = 0
-
-    def advanced(self, amount: int) -> Job:
-        return replace(self, done=self.done + amount)
-
-    def shortened(self, total: int) -> Job:
-        return replace(self, total=total)
 
     def __str__(self) -> str:
         if self.unit == "bytes":

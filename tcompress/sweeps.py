@@ -14,7 +14,6 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import yaml
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,11 +36,11 @@ from tcompress.errors import (
     listed,
 )
 from tcompress.evaluation.measuring import evaluate
-from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
+from tcompress.evaluation.scores import Baseline, Threshold
 from tcompress.files import check_page, write_text
 from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
-from tcompress.options.load import SEED_SUFFIX, dump_recipe, repetitions
+from tcompress.options.load import SEED_SUFFIX, repetitions, sparse
 from tcompress.options.method_options import AutoSpec
 from tcompress.options.read import read
 from tcompress.options.schema import data_of, short_name
@@ -199,7 +198,7 @@ class Done:
         return {
             "name": self.cell.name,
             "status": "done",
-            "recipe": _sparse(self.cell.recipe),
+            "recipe": sparse(self.cell.recipe),
             "reports": [report.to_json() for report in self.reports],
             "seconds": list(self.seconds),
             "missed": list(self.missed),
@@ -244,7 +243,7 @@ class Swept:
             "tool_version": tcompress.__version__,
             "output": str(self.folder),
             "model": self.model,
-            "recipe": _sparse(self.recipe),
+            "recipe": sparse(self.recipe),
             **self.front.model_dump(mode="json"),
             "stopped": [dict(vars(item)) for item in self.stopped],
             "dense": self.dense.to_json(),
@@ -273,11 +272,6 @@ def fallback_metric(report: ModelReport) -> Metric:
         kind = next(iter(report.errors))
         name, value = f"mean {kind} error", report.errors[kind]
     return Metric(name=name, value=value, higher_is_better=False, protocol=protocol)
-
-
-def _sparse(recipe: Recipe) -> Any:
-    """A recipe as plain data that `tcompress run` reads, without values that are defaults."""
-    return yaml.safe_load(dump_recipe(recipe))
 
 
 class Model(BaseModel):
@@ -436,15 +430,19 @@ class _Sweep:
             if self.recipe.finetune is not None:
                 teachers = teachers_of(self.recipe.finetune, self.source, self.token)
                 check_run(self.source, teachers, self.recipe.finetune)
-        self._measure_dense()
+        if self.dense.report is None:
+            trust = self.source.trust_remote_code
+            found = report_of(self.source.folder, trust_remote_code=trust)
+            self.dense.report = found.model_copy(update={"name": self.source.id})
+        self._measure(self.dense, self.source.folder, DENSE)
         for cell in work:
-            if cell.name not in lacking:
+            if cell.name in lacking:
+                self.progress.part(cell.name, lacking.index(cell.name) + 1, len(lacking))
+            else:
                 self.say(f"`{cell.name}` is already done")
-                self._do(cell)
-                continue
-            self.progress.part(cell.name, lacking.index(cell.name) + 1, len(lacking))
             self._do(cell)
-            self._write()  # so that it can be looked at while the others are in work
+            if cell.name in lacking:
+                self._write()  # so that it can be looked at while the others are in work
         return self._write()
 
     def _model(self, name: str, identity: str) -> Model:
@@ -462,18 +460,6 @@ class _Sweep:
             models.append(self._model(name, identity_of(identity, finetune, *named)))
         return models
 
-    def _measure_dense(self) -> None:
-        model, trust = self.dense, self.source.trust_remote_code
-        if model.report is None:
-            found = report_of(self.source.folder, trust_remote_code=trust)
-            model.report = found.model_copy(update={"name": self.source.id})
-        for item, key in self._unmeasured(model):
-            scores = self._evaluate(item, self.source.folder)
-            model.metrics[key] = scores.metrics
-            named = [replace(item, name=self.source.id) for item in scores.baseline]
-            model.baselines[key] = [item.to_json() for item in named]
-            model.keep()
-
     def _do(self, cell: Cell) -> None:
         """Does what a cell lacks; one that fails does not stop the others."""
         models = self._models(cell)
@@ -484,7 +470,9 @@ class _Sweep:
                     model.keep()
             if self._lacks(models):
                 self._make(cell, models)
-                self._measure(cell, models)
+                for model in models:
+                    self._measure(model, model.folder, cell.name)
+                self._time(models[-1], cell.name)
             wanted, last = self.recipe.evaluate, models[-1]
             found = [last.metrics[last.key(item, *item.data)] for item in wanted]
             words = tuple(text for text in map(missed, wanted, found) if text)
@@ -529,32 +517,32 @@ class _Sweep:
             model.seconds = [manifest.seconds, *(run.seconds for run in found.training)][-1]
             model.keep()
 
-    def _measure(self, cell: Cell, models: Sequence[Model]) -> None:
-        for model in models:
-            for item, key in self._unmeasured(model):
-                dense = self.dense.baselines[self.dense.key(item, *item.data)]
-                scores = self._evaluate(item, model.folder, [*map(Baseline.of_json, dense)])
-                self._tell(cell, scores.notes)
-                model.metrics[key] = scores.metrics
-                model.keep()
-        last = models[-1]
-        untimed = self._untimed(last)
+    def _measure(self, model: Model, folder: Path, name: str) -> None:
+        """Measures what is not known of a model, beside the numbers of the dense one."""
+        how: dict[str, Any] = {"token": self.token, "progress": self.progress}
+        how["trust_remote_code"] = self.source.trust_remote_code
+        for item, key in self._unmeasured(model):
+            dense = self.dense.baselines.get(self.dense.key(item, *item.data), ())
+            scores = evaluate([folder], item, baseline=[*map(Baseline.of_json, dense)], **how)[0]
+            if model is self.dense:
+                named = [replace(own, name=self.source.id) for own in scores.baseline]
+                model.baselines[key] = [own.to_json() for own in named]
+            else:
+                self._tell(name, scores.notes)
+            model.metrics[key] = scores.metrics
+            model.keep()
+
+    def _time(self, model: Model, name: str) -> None:
+        untimed = self._untimed(model)
         if self.recipe.bench is not None and untimed is not None:
-            timed = time_passes(self.recipe.bench, last.folder, self.source, self.progress)
-            self._tell(cell, timed.notes)
-            last.speed[untimed] = timed.speed
-            last.keep()
+            timed = time_passes(self.recipe.bench, model.folder, self.source, self.progress)
+            self._tell(name, timed.notes)
+            model.speed[untimed] = timed.speed
+            model.keep()
 
-    def _evaluate(
-        self, item: Evaluate, folder: Path, dense: Sequence[Baseline] = ()
-    ) -> ModelScores:
-        trust, said = self.source.trust_remote_code, {"baseline": dense, "token": self.token}
-        shared: dict[str, Any] = {**said, "progress": self.progress}
-        return evaluate([folder], item, trust_remote_code=trust, **shared)[0]
-
-    def _tell(self, cell: Cell, notes: Sequence[str]) -> None:
+    def _tell(self, name: str, notes: Sequence[str]) -> None:
         for note in notes:
-            self.say(f"`{cell.name}`: {note}")
+            self.say(f"`{name}`: {note}")
 
     def _report(self, model: Model) -> ModelReport:
         """The report of a model with the numbers that this recipe asks for, and no others."""
@@ -568,8 +556,7 @@ class _Sweep:
         return report.model_copy(update={"metrics": tuple(metrics), "speed": times})
 
     def _write(self) -> Swept:
-        names = [cell.name for cell in self.cells]
-        done = tuple(self.done[name] for name in names if name in self.done)
+        done, names = tuple(self.done.values()), [cell.name for cell in self.cells]
         stopped = tuple(self.stopped[name] for name in names if name in self.stopped)
         dense = self._report(self.dense)
         if done and not dense.metrics:  # others have an error, or agreement: it loses nothing

@@ -76,10 +76,8 @@ def sizes_of(chosen: Mapping[str, Recipe], open_model: Open) -> dict[str, int]:
 
 def sizes_table(sizes: Mapping[str, int]) -> RenderableType:
     """Render the parameters that models will have."""
-    table = fmt.table("model", "parameters", right=("parameters",))
-    for name, size in sizes.items():
-        table.add_row(name, f"{size:,}")
-    return table
+    rows = [(name, f"{size:,}") for name, size in sizes.items()]
+    return fmt.table("model", "parameters", right=("parameters",), rows=rows)
 
 
 def sweep_variants(
@@ -117,9 +115,9 @@ def variants_table(compared: Variants) -> RenderableType:
     measured = next(iter(compared.reports.values())).metrics
     labels = fmt.metric_labels(measured)
     columns = ("in blocks", "parameters", *labels)
-    table = fmt.table("model", *columns, right=columns)
+    rows = []
     for name, report in compared.reports.items():
         sizes = (report.parameters.blocks.now, report.parameters.total.now)
         numbers = (fmt.around_text(metric.value, metric.interval) for metric in report.metrics)
-        table.add_row(name, *(f"{size:,}" for size in sizes), *numbers)
-    return table
+        rows.append((name, *(f"{size:,}" for size in sizes), *numbers))
+    return fmt.table("model", *columns, right=columns, rows=rows)

@@ -103,8 +103,7 @@ def _show(done: Compressed, folder: Path) -> None:
     for row in done.rows:
         cells = [row.runtime, f"{row.bytes / 1e6:.1f}", f"{row.speedup:.2f} x"]
         if row.quality is not None:
-            low, high = row.interval or (None, None)
-            around = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+            around = "" if row.interval is None else " [{:.3f}, {:.3f}]".format(*row.interval)
             share = f" ({row.quality / first:.3f} x)" if first > 0 else ""
             cells.append(f"{row.quality:.4f}{around}{share}")
         elif done.quality is not None:

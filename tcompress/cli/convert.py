@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
-from tcompress.cli.first_look import Look, first_look
+from tcompress.cli.first_look import Job, first_look
+from tcompress.cli.sweep import perform_sweep
 from tcompress.errors import InputError, listed
 from tcompress.fields import FIT, METHOD_OPTIONS
-from tcompress.models.names import MANIFEST
+from tcompress.models.names import MANIFEST, default_output_name
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
 from tcompress.options.read import Given
+from tcompress.options.schema import Recipe, Sweep, short_name
 from tcompress.processes import is_first, is_launched, joined
 
 if TYPE_CHECKING:
     from tcompress.conversion.converter import Converted
     from tcompress.models import SourceModel
-    from tcompress.options.steps import Architecture
     from tcompress.planning.entries import Plan
 
 EXAMPLES = (
@@ -35,46 +35,8 @@ DETAIL = ("Options of attention replacements, `tt` and `tucker`: `tcompress meth
 SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD_OPTIONS)}
 
 
-@dataclass(frozen=True)
-class Job:
-    """One conversion as it was asked for; `architecture` is a recipe's, in place of a model."""
-
-    model: str
-    convert: Convert
-    output: Path
-    force: bool
-    access: Access
-    manner: Manner
-    architecture: Architecture | None = None
-    notes: tuple[str, ...] = ()  # what is taken unasked, said before it begins
-
-    def look_at_model(self, look: Look) -> None:
-        """Refuses a model that can only be meant as a path, and leads nowhere."""
-        if self.architecture is None:
-            weights = self.convert.init != "random"
-            adapter = self.convert.adapter
-            look.models(self.model, revision=self.access.revision, weights=weights, adapter=adapter)
-        elif isinstance(self.architecture.tokenizer, str):
-            look.models(self.architecture.tokenizer, weights=False)
-
-    def open(self) -> SourceModel:
-        """Opens the dense model, once it is said what nobody asked for."""
-        for note in self.notes:
-            terminal.say(note, quiet=self.manner.quiet)
-        if self.architecture is None:
-            seed = self.convert.seed if self.convert.init == "random" else None
-            shared = (self.access, self.manner, seed, self.convert.adapter)
-            return terminal.open_source(self.model, *shared)
-        from tcompress.own_models.architecture import open_architecture
-
-        return open_architecture(self.architecture, self.convert.seed, self.access.token)
-
-
 def default_output(model: str, convert: Convert) -> str:
     """Names the folder to write, such as `bert-base-lprod-p4`."""
-    from tcompress.models import default_output_name
-    from tcompress.options.schema import short_name
-
     return default_output_name(model, short_name(convert))
 
 
@@ -209,34 +171,16 @@ def convert(
     folder = written.output or (recipe and recipe.output)
     output = Path(folder or default_output(one.model, settings))
     job = Job(one.model, settings, output, written.force, access, manner, notes=notes)
-    if len(settings.speedups) > 1:
-        _convert_family(job, planned.dry_run)
+    if len(settings.speedups) < 2:
+        show_plan(job) if planned.dry_run else perform(job)
         return
-    show_plan(job) if planned.dry_run else perform(job)
-
-
-def _convert_family(job: Job, dry_run: bool) -> None:
-    """Converts to several speeds from one set of statistics: a sweep over them."""
-    from tcompress.cli.sweep import perform_sweep, show_cells
-    from tcompress.options.schema import Recipe, Sweep
-
+    # Several speeds, from one set of statistics: a sweep over them.
     if is_launched():
         raise InputError(
             "several processes convert one model at a time, and `--speedup` asks for "
-            f"{len(job.convert.speedups)}",
+            f"{len(settings.speedups)}",
             "give one speed, or leave the launcher out",
         )
-    cells = Sweep(speedups=job.convert.speedups)
-    recipe = Recipe(recipe_version=1, convert=job.convert, sweep=cells)
-    with first_look() as look:
-        if not dry_run:
-            look.sweep(recipe, job.output.expanduser(), force=job.force)
-        job.look_at_model(look)
-    source = job.open()
-    from tcompress.sweeps import bench_of
-
-    recipe = recipe.model_copy(update={"bench": bench_of(job.convert)})
-    if dry_run:
-        show_cells(recipe, source, job.output, job.manner)
-    else:
-        perform_sweep(recipe, source, job.output, job.manner, job.access, job.force)
+    cells = Sweep(speedups=settings.speedups)
+    family = Recipe(recipe_version=1, convert=settings, sweep=cells)
+    perform_sweep(family, job, dry_run=planned.dry_run, timed=True)

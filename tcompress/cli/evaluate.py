@@ -9,7 +9,7 @@ import typer
 
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
-from tcompress.errors import InputError
+from tcompress.errors import InputError, counted
 from tcompress.options.commands import Hub, Manner, Measured, Tables
 from tcompress.options.steps import FEW, Evaluate
 
@@ -89,13 +89,9 @@ def _tell_few(scores: Sequence[ModelScores]) -> None:
     for own in (item.protocol for item in scores[0].sets):
         if own["examples"] < FEW:
             terminal.tell(
-                f"warning: {own['data']} has {_examples(own['examples'])}: with fewer than {FEW} "
-                "neither numbers nor intervals say much"
+                f"warning: {own['data']} has {counted(own['examples'], 'example')}: with fewer "
+                f"than {FEW} neither numbers nor intervals say much"
             )
-
-
-def _examples(number: int) -> str:
-    return f"{number:,} example" + "s" * (number != 1)
 
 
 def _headline(scores: Sequence[ModelScores], wanted: Evaluate) -> str:
@@ -103,7 +99,7 @@ def _headline(scores: Sequence[ModelScores], wanted: Evaluate) -> str:
     protocols = [item.protocol for item in scores[0].sets]
     facts = protocols[0]
     sets = [
-        f"{own['data']}: {_examples(own['examples'])}"
+        f"{own['data']}: {counted(own['examples'], 'example')}"
         + (" without labels, so that only agreement is measured" if "labels" in own else "")
         for own in protocols
     ]

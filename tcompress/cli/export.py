@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from tcompress.artifact.workplace import check_output
 from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, say, shown_progress, tell
 from tcompress.errors import InputError
-from tcompress.fields import ExportFormat
 from tcompress.options.commands import Exported, Hub, Manner, OnnxFiles, Written
 from tcompress.runtimes.installed import require_onnx, require_openvino
 
@@ -23,51 +21,12 @@ EXAMPLES = (
 
 def export(call: Exported, files: OnnxFiles, written: Written, hub: Hub, manner: Manner) -> None:
     """Does what `tcompress export` says."""
-    model = Path(call.model)
-    folder = Path(written.output or f"{model.name or model.resolve().name}-{call.to}")
-    if call.to == "dense":
+    model, to = Path(call.model), call.to
+    folder = Path(written.output or f"{model.name or model.resolve().name}-{to}")
+    if to == "dense":
         _to_dense(model, folder, files, written, manner)
-    else:
-        _to_runtime(call.to, call.model, folder, files, written, hub, manner)
-
-
-def _to_dense(
-    model: Path, folder: Path, files: OnnxFiles, written: Written, manner: Manner
-) -> None:
-    with first_look() as look:
-        look.check(_refuse_options, files)
-        look.check(check_output, folder.expanduser().absolute(), force=written.force)
-        look.check(check_converted, model.expanduser())
-    from tcompress.exports.dense import export_dense
-    from tcompress.models.names import stands_alone
-
-    with shown_progress(quiet=manner.quiet) as progress:
-        made = export_dense(model, folder, force=written.force, progress=progress)
-    if manner.as_json:
-        print_json({"output": str(made), "format": "dense"})
-    else:
-        config = json.loads((made / "config.json").read_text(encoding="utf-8"))
-        needs = "without tcompress" if stands_alone(config) else "with `import tcompress`"
-        tell(f"Wrote `{folder}`, which loads {needs}.")
-
-
-def _refuse_options(files: OnnxFiles) -> None:
-    if given := files.model_dump(exclude_defaults=True):
-        names = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
-        raise InputError(f"{names} can only be given for ONNX files", "add `--to onnx`")
-
-
-def _to_runtime(
-    to: ExportFormat,
-    model: str,
-    folder: Path,
-    files: OnnxFiles,
-    written: Written,
-    hub: Hub,
-    manner: Manner,
-) -> None:
-    output = folder.expanduser().absolute()
-    local = Path(model).expanduser()
+        return
+    output, local = folder.expanduser().absolute(), model.expanduser()
     inside = output.is_dir() and local.is_dir() and output.samefile(local)
     with first_look() as look:
         if to == "onnx":
@@ -75,14 +34,14 @@ def _to_runtime(
         else:
             look.check(require_openvino)
             look.check(files.refuse_bits)
-        look.models(model)
+        look.models(call.model)
         look.check(check_output, output, force=written.force or inside)
-    reach(model, token=hub.token)
+    reach(call.model, token=hub.token)
     from tcompress.exports.onnx_folder import export_onnx
 
     with shown_progress(quiet=manner.quiet) as progress:
         exported = export_onnx(
-            model,
+            call.model,
             folder,
             files,
             to=to,
@@ -101,6 +60,32 @@ def _to_runtime(
     for note in exported.notes:
         say(f"note: {note}", quiet=manner.quiet)
     tell(f"Wrote `{folder}`; see docs/deploy.md for how it is opened.")
+
+
+def _to_dense(
+    model: Path, folder: Path, files: OnnxFiles, written: Written, manner: Manner
+) -> None:
+    with first_look() as look:
+        look.check(_refuse_options, files)
+        look.check(check_output, folder.expanduser().absolute(), force=written.force)
+        look.check(check_converted, model.expanduser())
+    from tcompress.exports.dense import export_dense
+    from tcompress.models.names import read_config, stands_alone
+
+    with shown_progress(quiet=manner.quiet) as progress:
+        made = export_dense(model, folder, force=written.force, progress=progress)
+    if manner.as_json:
+        print_json({"output": str(made), "format": "dense"})
+    else:
+        alone = stands_alone(read_config(made))
+        needs = "without tcompress" if alone else "with `import tcompress`"
+        tell(f"Wrote `{folder}`, which loads {needs}.")
+
+
+def _refuse_options(files: OnnxFiles) -> None:
+    if given := files.model_dump(exclude_defaults=True):
+        names = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
+        raise InputError(f"{names} can only be given for ONNX files", "add `--to onnx`")
 
 
 def _tell_file(item: Any) -> None:

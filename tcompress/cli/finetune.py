@@ -50,7 +50,15 @@ def finetune(
     begun = time.perf_counter()
     settings = settings_of(said, call.recipe)
     folder = Path(written.output) if written.output else default_output(one.model, settings)
-    _look(one.model, settings, folder.expanduser().absolute(), written.force)
+    output, local = folder.expanduser().absolute(), local_folder(one.model)
+    with first_look() as look:
+        if local is not None:
+            look.check(check_apart, output, local, "the model's own folder")
+        if not look.found:  # nor has it anything to say of such a folder
+            look.check(check_output, output, force=written.force)
+        look.data([*settings.data.source, *filter(None, [settings.data.validation])])
+        look.models(one.model)
+        look.teacher(settings)
     reach(one.model, token=hub.token)
     from tcompress.artifact.reader import open_checked
     from tcompress.training.finetuning import finetune as train_model
@@ -63,19 +71,6 @@ def finetune(
         done = train_model(source, settings, folder, force=written.force, token=hub.token, **heard)
     if is_first():
         _show_result(done, as_json=manner.as_json)
-
-
-def _look(model: str, settings: Finetune, output: Path, force: bool) -> None:
-    """Refuses paths that lead nowhere, before a long import or download."""
-    with first_look() as look:
-        if (folder := local_folder(model)) is not None:
-            look.check(check_apart, output, folder, "the model's own folder")
-        if not look.problems.found:  # nor has it anything to say of such a folder
-            look.check(check_output, output, force=force)
-        data = settings.data
-        look.data([*data.source, *filter(None, [data.validation])])
-        look.models(model)
-        look.teacher(settings)
 
 
 def settings_of(said: Given[Finetune], name: str | None) -> Finetune:
@@ -106,14 +101,16 @@ def default_output(model: str, settings: Finetune) -> Path:
 def _show_sources(facts: TrainingFacts) -> None:
     """Prints what healing won and lost on each source of samples held out."""
     columns = ("before", f"step {facts.best_step:,}", "written")
-    rows = terminal.table("agreement with the teacher", *columns, right=columns)
-    for own in facts.sources:
-        found = (own.start, own.end, own.kept)
-        rows.add_row(own.name, *("" if value is None else f"{value:.4f}" for value in found))
-    terminal.results().print(rows)
+    sources = [(own.name, *map(_four, (own.start, own.end, own.kept))) for own in facts.sources]
+    first = "agreement with the teacher"
+    terminal.results().print(terminal.table(first, *columns, right=columns, rows=sources))
     harmed = [own.name for own in facts.sources if own.harmed]
     if harmed and facts.share < 1:
         terminal.tell(f"Step {facts.best_step:,} is farther from the teacher on {listed(harmed)}.")
+
+
+def _four(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def _tell_data(facts: TrainingFacts) -> None:
@@ -149,8 +146,8 @@ def _show_result(done: Finetuned, *, as_json: bool) -> None:
         point = facts.curve[round(place * last / max(1, count))]
         rows.add_row(
             f"{point.step:,}" + (" *" if point.step == facts.best_step else "  "),
-            "" if point.loss is None else f"{point.loss:.4f}",
-            "" if point.validation is None else f"{point.validation:.4f}",
+            _four(point.loss),
+            _four(point.validation),
             "" if point.learning_rate is None else f"{point.learning_rate:.2e}",
             f"{point.seconds / 60:.1f}",
         )

@@ -1,23 +1,36 @@
 """What a command is given, looked at before torch is imported: a mistyped path is told at once.
 
-Nothing is said here: each check is the one that the work itself makes again.
+Checks say nothing: each is the one that the work itself makes again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tcompress.artifact.workplace import SWEEP, check_output, check_sweep
+from tcompress.cli import terminal
 from tcompress.errors import InputError, Problems
 from tcompress.files import check_drawings, check_latex, check_page, check_sheet
 from tcompress.models.adapters import Adapter, check_adapter
-from tcompress.models.names import MANIFEST, find_locally, read_config, resolve
-from tcompress.options.commands import Tables
-from tcompress.options.schema import Recipe, converted_beside, data_of, pretrained_beside
-from tcompress.options.steps import Finetune
+from tcompress.models.names import (
+    ALIASES,
+    MANIFEST,
+    find_locally,
+    local_folder,
+    read_config,
+    resolve,
+)
+from tcompress.options.commands import Access, Manner, Tables
+from tcompress.options.convert_options import Convert
+from tcompress.options.schema import Recipe, data_of, kept_beside
+from tcompress.options.steps import Architecture, Finetune
+
+if TYPE_CHECKING:
+    from tcompress.models import SourceModel
 
 
 @contextmanager
@@ -25,18 +38,15 @@ def first_look() -> Iterator[Look]:
     """Yield a collector of checks, and report all problems at the end of the block."""
     look = Look()
     yield look
-    look.problems.report()
+    look.report()
 
 
-class Look:
+class Look(Problems):
     """Checks of one command, and what is wrong so far."""
-
-    def __init__(self) -> None:
-        self.problems = Problems()
 
     def check(self, check: Callable[..., None], *what: Any, **how: Any) -> None:
         """Makes a check of any kind, which may raise an `InputError`."""
-        with self.problems.collected():
+        with self.collected():
             check(*what, **how)
 
     def models(
@@ -51,7 +61,7 @@ class Look:
         Without `weights` the path of a `config.json` is enough.
         """
         for name in filter(None, dict.fromkeys(names)):
-            with self.problems.collected():
+            with self.collected():
                 folder = find_locally(name, revision, weights=weights)
                 if folder is not None and weights:
                     check_adapter(folder, adapter)
@@ -87,12 +97,12 @@ class Look:
         for target, flags in names.items():
             if len(flags) > 1:
                 text = f"{' and '.join(f'`{flag}`' for flag in flags)} name one file, `{target}`"
-                self.problems.found.append(InputError(text, "give each a name of its own"))
+                self.found.append(InputError(text, "give each a name of its own"))
 
     def recipe(self, recipe: Recipe, output: Path, *, force: bool) -> None:
         """Looks at what the stages of a recipe read and write; what is made may be used again."""
-        made = {output, output if recipe.finetune is None else converted_beside(output)}
-        made |= set() if recipe.pretrain is None else {pretrained_beside(output)}
+        made = {output, output if recipe.finetune is None else kept_beside(output, "converted")}
+        made |= set() if recipe.pretrain is None else {kept_beside(output, "pretrained")}
         fresh = not any((folder / MANIFEST).is_file() for folder in made)
         self.page(recipe.report)
         if not fresh and not force:  # which stages are still to be done, weights tell
@@ -130,3 +140,50 @@ def reach(
         with problems.collected():
             resolve(name, revision, token, weights=weights)
     problems.report()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion as it was asked for; `architecture` is a recipe's, in place of a model."""
+
+    model: str
+    convert: Convert
+    output: Path
+    force: bool
+    access: Access
+    manner: Manner
+    architecture: Architecture | None = None
+    notes: tuple[str, ...] = ()  # what is taken unasked, said before it begins
+
+    def look_at_model(self, look: Look) -> None:
+        """Refuses a model that can only be meant as a path, and leads nowhere."""
+        if self.architecture is None:
+            weights = self.convert.init != "random"
+            adapter = self.convert.adapter
+            look.models(self.model, revision=self.access.revision, weights=weights, adapter=adapter)
+        elif isinstance(self.architecture.tokenizer, str):
+            look.models(self.architecture.tokenizer, weights=False)
+
+    def open(self) -> SourceModel:
+        """Opens the dense model, once it is said what nobody asked for."""
+        for note in self.notes:
+            terminal.say(note, quiet=self.manner.quiet)
+        name, access = self.model, self.access
+        if self.architecture is not None:
+            from tcompress.own_models.architecture import open_architecture
+
+            return open_architecture(self.architecture, self.convert.seed, access.token)
+        if name in ALIASES and local_folder(name) is None:
+            terminal.say(f"`{name}` is `{ALIASES[name]}`", quiet=self.manner.quiet)
+        seed = self.convert.seed if self.convert.init == "random" else None
+        resolve(name, access.revision, access.token, weights=seed is None)  # before a long import
+        from tcompress.models import SourceModel
+
+        return SourceModel.open(
+            name,
+            revision=access.revision,
+            token=access.token,
+            trust_remote_code=access.allow_remote_code,
+            seed=seed,
+            adapter=self.convert.adapter,
+        )

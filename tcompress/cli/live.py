@@ -7,8 +7,8 @@ nothing moves but this place; what is finished becomes a line above it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,15 +18,12 @@ from rich.text import Text
 
 from tcompress.progress import Job
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 _PER_SECOND = 4
 _BAR = 30  # characters
 
 
 class LiveView:
-    """Three lines of a terminal, for `Progress` and `Overview`; a context manager."""
+    """Three lines of a terminal, for `Progress` and `Overview`."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,19 +38,12 @@ class LiveView:
             transient=True,
         )
 
-    def __enter__(self) -> LiveView:
-        self.live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
+    @contextmanager
+    def shown(self) -> Iterator[LiveView]:
+        """Show it while the block runs."""
+        with self.live:
+            yield self
             self._finish()
-        self.live.stop()
 
     # Of a command
 
@@ -73,13 +63,14 @@ class LiveView:
         self._job, self._note = Job(name, total, unit), ""
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        self._job, self._note = self._job.advanced(amount), note
+        self._job.done += amount
+        self._note = note
 
     def shorten(self, total: int) -> None:
-        self._job = self._job.shortened(total)
+        self._job.total = total
 
     def part(self, name: str, number: int, total: int) -> None:
-        self._job, self._note = Job(name, total, "parts").advanced(number - 1), ""
+        self._job, self._note = Job(name, total, "parts", number - 1), ""
 
     def tell(self, text: str) -> None:
         self.live.console.print(text, soft_wrap=True)  # above the view

@@ -37,10 +37,9 @@ def list_recipes(manner: Json) -> None:
         facts = [{"name": name, **{key: data.get(key) for key in fields}} for name, data in rows]
         print_json({"recipes": facts})
         return
-    listed = table("recipe", "what it makes", "model")
+    texts = [(name, *(str(data.get(key) or "") for key in fields)) for name, data in rows]
+    listed = table("recipe", "what it makes", "model", rows=texts)
     listed.columns[0].no_wrap = True  # names are to be copied
-    for name, data in rows:
-        listed.add_row(name, *(str(data.get(key) or "") for key in fields))
     results().print(listed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, results, tell, tell_written
+from tcompress.errors import counted
 from tcompress.options.commands import Manner, Reported, Tables, Trust
 
 EXAMPLES = (
@@ -21,28 +22,23 @@ def report(call: Reported, tables: Tables, trust: Trust, manner: Manner) -> None
         look.tables(tables, call.html, call.figures)
         look.models(*call.models)
     reach(*call.models)
+    from tcompress.reporting import table_files
     from tcompress.reporting.console import render
     from tcompress.reporting.model_report import reports_of
     from tcompress.reporting.page import write_html
-    from tcompress.reporting.table_files import (
-        report_sheet,
-        report_table,
-        write_figures,
-        write_tables,
-    )
 
     reports = reports_of(call.models, call.length, trust_remote_code=trust.allow_remote_code)
     written: dict[str, str | list[str]] = {}
     if call.html is not None:
         written["html"] = str(write_html(reports, call.html))
-    written |= write_tables(tables, report_sheet(reports), report_table(reports))
+    sheet, printed = table_files.report_sheet(reports), table_files.report_table(reports)
+    written |= table_files.write_tables(tables, sheet, printed)
     if call.figures is not None:
-        written["figures"] = list(map(str, write_figures(reports, call.figures)))
+        written["figures"] = list(map(str, table_files.write_figures(reports, call.figures)))
     if manner.as_json:
         print_json({"reports": [item.to_json() for item in reports], **written})
         return
     results().print(render(reports, per_layer=call.layers))
     tell_written(path for path in written.values() if isinstance(path, str))
     if call.figures is not None:
-        count = len(written["figures"])
-        tell(f"Wrote {count} picture{'' if count == 1 else 's'} to `{call.figures}`.")
+        tell(f"Wrote {counted(len(written['figures']), 'picture')} to `{call.figures}`.")

@@ -12,8 +12,9 @@ import typer
 
 from tcompress.artifact.workplace import check_place
 from tcompress.cli import terminal
-from tcompress.cli.convert import Job, default_output, perform, show_plan
-from tcompress.cli.first_look import first_look
+from tcompress.cli.convert import default_output, perform, show_plan
+from tcompress.cli.first_look import Job, first_look
+from tcompress.cli.sweep import perform_sweep
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
 from tcompress.options.load import SEED_SUFFIX, repetitions
@@ -21,7 +22,6 @@ from tcompress.options.load import SEED_SUFFIX, repetitions
 if TYPE_CHECKING:
     from tcompress.models import SourceModel
     from tcompress.options import Recipe
-    from tcompress.reporting.tree import ModelReport
 
 EXAMPLES = (
     "tcompress run encoder/minilm-lprod",
@@ -34,7 +34,6 @@ EXAMPLES = (
 
 def run(call: Run, written: Written, access: Access, planned: Planned, manner: Manner) -> None:
     """Does what `tcompress run` says."""
-    from tcompress.cli.sweep import perform_sweep, show_cells
     from tcompress.options import change_recipe, choose_variants, find_recipe, parse_recipe
 
     text, origin = find_recipe(call.recipe)
@@ -64,15 +63,7 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
         _compare_variants(said, job, origin, planned)
         return
     if said.sweep is not None:
-        with first_look() as look:
-            if not planned.dry_run:
-                look.sweep(said, output.expanduser(), force=job.force)
-            job.look_at_model(look)
-        source = job.open()
-        if planned.dry_run:
-            show_cells(said, source, output, manner, call.seeds)
-        else:
-            perform_sweep(said, source, output, manner, access, job.force, seeds=call.seeds)
+        perform_sweep(said, job, dry_run=planned.dry_run, seeds=call.seeds)
     elif planned.dry_run:
         show_plan(job)
     elif call.seeds or said.finetune or said.evaluate or said.bench or said.report or said.paper:
@@ -83,15 +74,9 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
 
 def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> None:
     """Train the variants that a recipe compares, and print their table."""
-    from tcompress.variant_sweep import (
-        sizes_of,
-        sizes_table,
-        sweep_variants,
-        variants_of,
-        variants_table,
-    )
+    from tcompress import variant_sweep
 
-    chosen = variants_of(said, origin)
+    chosen = variant_sweep.variants_of(said, origin)
 
     def opened(variant: Recipe) -> SourceModel:
         return replace(job, convert=variant.convert, architecture=variant.architecture).open()
@@ -101,23 +86,23 @@ def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> 
             look.recipe(variant, job.output.expanduser().absolute() / name, force=job.force)
         job.look_at_model(look)
     if planned.dry_run:
-        sizes = sizes_of(chosen, opened)
+        sizes = variant_sweep.sizes_of(chosen, opened)
         if job.manner.as_json:
             cells = [{"name": name, "parameters": size} for name, size in sizes.items()]
             output = str(job.output.absolute())
             terminal.print_json({"dry_run": True, "output": output, "cells": cells})
             return
-        terminal.results().print(sizes_table(sizes))
+        terminal.results().print(variant_sweep.sizes_table(sizes))
         terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
         return
     what = f"what was finished is kept in `{job.output}`"
     with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
         heard |= {"origin": origin, "force": job.force, "token": job.access.token}
-        done = sweep_variants(said, opened, job.output, **heard)
+        done = variant_sweep.sweep_variants(said, opened, job.output, **heard)
     if job.manner.as_json:
         terminal.print_json(done.to_json())
     else:
-        terminal.results().print(variants_table(done))
+        terminal.results().print(variant_sweep.variants_table(done))
         terminal.tell(f"Wrote `{terminal.relative(done.folder)}`.")
     missed = [f"{name}: {text}" for name, texts in done.missed.items() for text in texts]
     _end(done.page, missed, job, fails=all(done.missed.values()))
@@ -151,18 +136,14 @@ def _run_all(said: Recipe, job: Job, seeds: int | None = None) -> None:
     if job.manner.as_json:
         terminal.print_json(done.to_json())
     else:
-        _show(done.reports)
+        from tcompress.reporting.console import render
+
+        bare = {"layers": (), "left": ()}
+        terminal.results().print(render([item.model_copy(update=bare) for item in done.reports]))
         for item in done.outcomes if isinstance(done, Repeated) else (done,):
             kept = "Kept" if item.kept else "Wrote"
             terminal.tell(f"{kept} `{terminal.relative(item.folder)}`.")
     _end(done.page, done.missed, job)
-
-
-def _show(reports: Sequence[ModelReport]) -> None:
-    from tcompress.reporting.console import render
-
-    bare = {"layers": (), "left": ()}
-    terminal.results().print(render([item.model_copy(update=bare) for item in reports]))
 
 
 def _end(page: Path | None, missed: Sequence[str], job: Job, *, fails: bool = True) -> None:

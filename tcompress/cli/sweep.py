@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tcompress.cli import terminal
-from tcompress.cli.first_look import first_look
+from tcompress.cli.first_look import Job, first_look
 from tcompress.cli.flags import only
 from tcompress.errors import RecipeError
+from tcompress.models.names import default_output_name
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Tables, Written
 from tcompress.options.convert_options import Convert
 from tcompress.options.read import Given
@@ -54,22 +55,10 @@ def sweep(
     manner: Manner,
 ) -> None:
     """Does what `tcompress sweep` says."""
-    from tcompress.models import default_output_name
-
     recipe = recipe_of(call, cells, measured, said)
     folder = Path(written.output or recipe.output or default_output_name(one.model, "sweep"))
-    with first_look() as look:
-        if not planned.dry_run:
-            look.sweep(recipe, folder.expanduser(), force=written.force)
-            look.tables(tables)
-        adapter = recipe.convert.adapter
-        look.models(one.model, revision=access.revision, adapter=adapter)
-    source = terminal.open_source(one.model, access, manner, adapter=adapter)
-    if planned.dry_run:
-        show_cells(recipe, source, folder, manner, call.seeds)
-    else:
-        shared = written.force, tables, call.seeds
-        perform_sweep(recipe, source, folder, manner, access, *shared)
+    job = Job(one.model, recipe.convert, folder, written.force, access, manner)
+    perform_sweep(recipe, job, dry_run=planned.dry_run, seeds=call.seeds, tables=tables)
 
 
 def recipe_of(
@@ -133,46 +122,59 @@ def _evaluate(measured: Given[Evaluate], base: Recipe) -> tuple[Evaluate, ...]:
     return (measured.read(),)
 
 
-def show_cells(
-    recipe: Recipe, source: SourceModel, folder: Path, manner: Manner, seeds: int | None = None
-) -> None:
+def _show_cells(recipe: Recipe, source: SourceModel, job: Job, seeds: int | None) -> None:
     """Prints what a sweep would do, and what it would cost."""
     from tcompress.reporting.pareto import plan_table
     from tcompress.sweeps import cells_of, check_recipe
 
     check_recipe(recipe)
     cells = cells_of(recipe, source, seeds)
-    if manner.as_json:
-        listed = [cell.to_json() for cell in cells]
-        terminal.print_json({"dry_run": True, "output": str(folder.absolute()), "cells": listed})
+    if job.manner.as_json:
+        facts = {"output": str(job.output.absolute()), "cells": [cell.to_json() for cell in cells]}
+        terminal.print_json({"dry_run": True, **facts})
         return
     planned = [(cell.name, cell.plan, cell.costs) for cell in cells if cell.plan and cell.costs]
     refused = [(cell.name, cell.refusal) for cell in cells if cell.refusal is not None]
     terminal.results().print(plan_table(planned, refused))
-    terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{folder}`.")
+    terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
 
 
 def perform_sweep(
     recipe: Recipe,
-    source: SourceModel,
-    folder: Path,
-    manner: Manner,
-    access: Access,
-    force: bool,
-    tables: Tables | None = None,
+    job: Job,
+    *,
+    dry_run: bool,
     seeds: int | None = None,
+    tables: Tables | None = None,
+    timed: bool = False,
 ) -> None:
-    """Runs a sweep, prints its table, and ends with its exit code."""
+    """Runs a sweep, or shows what it would do: prints its table, and ends with its exit code.
+
+    With `timed`, passes of all models are timed as those that its speeds are about.
+    """
+    tables = tables or Tables()
+    with first_look() as look:
+        if not dry_run:
+            look.sweep(recipe, job.output.expanduser(), force=job.force)
+            look.tables(tables)
+        job.look_at_model(look)
+    source = job.open()
+    if dry_run:
+        _show_cells(recipe, source, job, seeds)
+        return
     from tcompress.reporting.pareto import front_printed, front_table
     from tcompress.reporting.table_files import front_sheet, write_tables
+    from tcompress.sweeps import bench_of
     from tcompress.sweeps import sweep as run
 
-    what = f"what was finished is kept in `{folder}`"
-    with terminal.resumable(lambda: what, quiet=manner.quiet) as heard:
-        options: Any = {"force": force, "token": access.token, "seeds": seeds}
-        done = run(recipe, source, folder, **options, **heard)
-    files = write_tables(tables or Tables(), front_sheet(done.front), front_printed(done.front))
-    if manner.as_json:
+    if timed:
+        recipe = recipe.model_copy(update={"bench": bench_of(recipe.convert)})
+    what = f"what was finished is kept in `{job.output}`"
+    with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
+        options: Any = {"force": job.force, "token": job.access.token, "seeds": seeds}
+        done = run(recipe, source, job.output, **options, **heard)
+    files = write_tables(tables, front_sheet(done.front), front_printed(done.front))
+    if job.manner.as_json:
         terminal.print_json({**done.to_json(), **files})
     else:
         stopped = [(item.name, item.reason) for item in done.stopped]

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from tcompress.models import SourceModel
-    from tcompress.models.adapters import Adapter
-    from tcompress.options.commands import Access, Manner
 
 # Names and texts come from models, recipes and folders of strangers. Nothing that a terminal would
 # take for a command gets through: the consoles made here, and `print_json`, are the only way out.
@@ -319,7 +316,7 @@ def shown_progress(*, quiet: bool, overview: bool = False) -> Iterator[Progress]
     elif sys.stderr.isatty() and overview:
         from tcompress.cli.live import LiveView
 
-        with LiveView(notices()) as view, listening(view):
+        with LiveView(notices()).shown() as view, listening(view):
             yield view
     elif sys.stderr.isatty():
         shown = _Bars()
@@ -357,14 +354,14 @@ class _Bars:
         self._task = self.bars.add_task(name, total=total, count=self._job, note="")
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        self._job = self._job.advanced(amount)
+        self._job.done += amount
         if self._task is not None:
-            self.bars.update(self._task, advance=amount, count=self._job, note=note)
+            self.bars.update(self._task, advance=amount, note=note)
 
     def shorten(self, total: int) -> None:
-        self._job = self._job.shortened(total)
+        self._job.total = total
         if self._task is not None:
-            self.bars.update(self._task, total=total, count=self._job)
+            self.bars.update(self._task, total=total)
 
     def part(self, name: str, number: int, total: int) -> None:
         """Shows how many jobs are done, and leaves out the bars of the one before."""
@@ -393,9 +390,9 @@ class _Lines:
         self._last, self._said = self._began, 0
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        if self._job is None:
+        if (job := self._job) is None:
             return
-        job = self._job = self._job.advanced(amount)
+        job.done += amount
         if job.done >= job.total:  # what comes after it is no part of it
             self.close()
             return
@@ -407,7 +404,7 @@ class _Lines:
 
     def shorten(self, total: int) -> None:
         if self._job is not None:
-            self._job = self._job.shortened(total)
+            self._job.total = total
 
     def part(self, name: str, number: int, total: int) -> None:
         self.close()
@@ -422,28 +419,3 @@ class _Lines:
             seconds = time.monotonic() - self._began
             say(f"{self._job.name}: {self._job} in {seconds:.1f} s")
         self._job = None
-
-
-def open_source(
-    name: str,
-    access: Access,
-    manner: Manner,
-    seed: int | None = None,
-    adapter: Adapter | None = None,
-) -> SourceModel:
-    """Opens a dense model, with weights drawn by a seed if one is given."""
-    from tcompress.models.names import ALIASES, local_folder, resolve
-
-    if name in ALIASES and local_folder(name) is None:
-        say(f"`{name}` is `{ALIASES[name]}`", quiet=manner.quiet)
-    resolve(name, access.revision, access.token, weights=seed is None)  # before a long import
-    from tcompress.models import SourceModel
-
-    return SourceModel.open(
-        name,
-        revision=access.revision,
-        token=access.token,
-        trust_remote_code=access.allow_remote_code,
-        seed=seed,
-        adapter=adapter,
-    )

@@ -246,8 +246,17 @@ class FromRecipe(Section):
 
 
 class Changes(Section):
-    """Changes of a recipe."""
+    """Changes of a recipe, and runs of it with other seeds."""
 
+    seeds: int | None = option(
+        None,
+        "repeat with so many seeds, the recipe's own and those that follow; tables show mean ± "
+        "standard deviation",
+        panel=METHOD,
+        metavar="N",
+        gt=0,
+        le=1000,
+    )
     changes: tuple[str, ...] = option(
         (),
         "change a value of the recipe, such as `finetune.steps=200`",
@@ -268,21 +277,7 @@ class Planned(Section):
     )
 
 
-class Repeated(Section):
-    """Number of runs with other seeds."""
-
-    seeds: int | None = option(
-        None,
-        "repeat with so many seeds, the recipe's own and those that follow; tables show mean ± "
-        "standard deviation",
-        panel=METHOD,
-        metavar="N",
-        gt=0,
-        le=1000,
-    )
-
-
-class Run(Changes, Repeated):
+class Run(Changes):
     """Arguments of `run`: the recipe, and the model."""
 
     recipe: str = option(
@@ -315,7 +310,7 @@ class Converted(FromRecipe):
     )
 
 
-class Swept(FromRecipe, Changes, Repeated):
+class Swept(FromRecipe, Changes):
     """Arguments of `sweep` beside what recipes say of cells."""
 
     finetune_steps: int | None = option(

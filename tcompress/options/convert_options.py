@@ -23,13 +23,13 @@ from tcompress.fields import (
     read_kept,
 )
 from tcompress.options.limits import (
+    LIMITS,
     Budget,
     Bytes,
     Limit,
     Parameters,
     Speedup,
     bytes_of,
-    declare,
     milliseconds_of,
     parameters_of,
     speedups_of,
@@ -658,22 +658,22 @@ class Convert(Section):
     @property
     def budget(self) -> Budget | None:
         """Limit on the size, or the error, if there is any; else on a resource."""
-        for name in (*reversed(SIZES), *ERRORS):
-            if (budget := self._budget_of(name)) is not None:
-                return budget
-        if (tol := tol_of(self.method)) is not None:
-            return Budget("tol", tol)
-        return self.resource_budget
+        tol = tol_of(self.method)
+        by_tol = None if tol is None else Budget("tol", tol)
+        first = self._first_budget(*reversed(SIZES), *ERRORS)
+        return first or by_tol or self.resource_budget
 
-    def _budget_of(self, name: str) -> Budget | None:
-        value = getattr(self, name)
-        return None if value is None else Budget(name, _LIMITS[name].read(value))
+    def _first_budget(self, *names: str) -> Budget | None:
+        given = ((name, getattr(self, name)) for name in names)
+        budgets = (Budget(n, _LIMITS[n].read(value)) for n, value in given if value is not None)
+        return next(budgets, None)
 
     @property
     def speedups(self) -> tuple[float, ...]:
         """All speeds that are asked for, each of a model of its own."""
-        several = isinstance(self.speedup, tuple)
-        return self.speedup if several else (self.speedup,) * (self.speedup is not None)  # type: ignore[return-value]
+        if self.speedup is None:
+            return ()
+        return self.speedup if isinstance(self.speedup, tuple) else (self.speedup,)
 
     @property
     def counts_time(self) -> bool:
@@ -683,8 +683,7 @@ class Convert(Section):
     @property
     def resource_budget(self) -> Budget | None:
         """Limit on something that has to be measured, alone or beside a size."""
-        budgets = (self._budget_of(name) for name in RESOURCES)
-        return next((budget for budget in budgets if budget is not None), None)
+        return self._first_budget(*RESOURCES)
 
     @property
     def time_budget(self) -> Budget | None:
@@ -731,7 +730,12 @@ class Convert(Section):
         return self.by_loss or (self._asks_for_loss if weighs is None else weighs)
 
 
-_LIMITS = declare(Convert)
+_LIMITS: dict[str, Limit] = {
+    name: limit
+    for name, field in Convert.model_fields.items()
+    if (limit := getattr(field.json_schema_extra, "limits", None)) is not None
+}
+LIMITS.update(_LIMITS)
 SIZES, RESOURCES, ERRORS = (
     tuple(name for name, limit in _LIMITS.items() if limit.what == what)
     for what in ("size", "resource", "error")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ByteSize, Field, TypeAdapter
+from pydantic import ByteSize, Field, TypeAdapter
 
 _PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
 _BYTES = TypeAdapter(ByteSize)
@@ -72,15 +72,6 @@ class Limit:
 
 LIMITS: dict[str, Limit] = {"tol": Limit("error", each=True)}
 """By name of the option; that of structures is theirs."""
-
-
-def declare(kind: type[BaseModel]) -> dict[str, Limit]:
-    """Look up the fields of a model that are limits, in their order."""
-    fields = kind.model_fields.items()
-    limits = {name: getattr(field.json_schema_extra, "limits", None) for name, field in fields}
-    declared = {name: limit for name, limit in limits.items() if limit is not None}
-    LIMITS.update(declared)
-    return declared
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from tcompress.errors import RecipeError
 from tcompress.fields import Options
 from tcompress.options.document import Document, Problem, RecipeDumper, Unreadable, read_document
-from tcompress.options.read import as_plain, dotted, schema_of
+from tcompress.options.read import M, as_plain, dotted, schema_of
 from tcompress.options.schema import RECIPE_VERSION, Recipe
 from tcompress.options.words import did_you_mean, explain, found, quoted
 from tcompress.project import UPDATE
@@ -74,13 +74,14 @@ def _version_problems(document: Document, origin: str) -> list[Problem]:
 
 def dump_recipe(recipe: Recipe) -> str:
     """Writes a recipe as YAML, without values that are defaults, for `parse_recipe` to read."""
-    data = _sparse(recipe)
+    data = sparse(recipe)
     return yaml.dump(data, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _sparse(value: Any) -> Any:
+def sparse(value: Any) -> Any:
+    """A recipe, or what is in it, as plain data to be read again, without what is by default."""
     if isinstance(value, tuple):
-        return [_sparse(item) for item in value]
+        return [sparse(item) for item in value]
     if not isinstance(value, BaseModel):
         return value
     result = {}
@@ -91,7 +92,7 @@ def _sparse(value: Any) -> Any:
         said = {"init": getattr(value, "init", None)}  # which decides on some defaults
         usual = info.get_default(call_default_factory=True, validated_data=said)
         if tag or info.is_required() or item != usual:
-            result[name] = _sparse(item)
+            result[name] = sparse(item)
     return {**result, **(value.model_extra or {})}
 
 
@@ -127,7 +128,7 @@ def change_recipe(recipe: Recipe, changes: Sequence[str], origin: str = "recipe"
             ) from error
     if not pairs:
         return recipe
-    text = _changed(_sparse(recipe), pairs, "--set")
+    text = _changed(sparse(recipe), pairs, "--set")
     return parse_recipe(text, origin, [f"--set {change}" for change in changes])
 
 
@@ -147,7 +148,7 @@ def choose_variants(recipe: Recipe, names: Sequence[str], origin: str = "recipe"
             page = Path(recipe.report)
             places["report"] = str(page.with_stem(f"{page.stem}-{name}"))
         by = f"--variant {name}"
-        text = _changed(_sparse(recipe), {**places, **recipe.variants[name]}, by)
+        text = _changed(sparse(recipe), {**places, **recipe.variants[name]}, by)
         recipe = parse_recipe(text, origin, [by])
     return recipe
 
@@ -207,43 +208,42 @@ def repetitions(recipe: Recipe, count: int) -> list[tuple[int, Recipe]]:
     all are of the same examples. What is written is named after the seed: `output` and `name` are
     made longer. A `RecipeError` says that nothing in it depends on a seed.
     """
-    original = _seeds_of(recipe)
-    if not original:
+    seeds = _seeds_of(recipe)
+    if not seeds:
         raise RecipeError(
             f"`--seeds {count}` repeats what depends on chance, and nothing of this does: no first "
             "weights at random, no calibration data, no training",
             "leave `--seeds` out",
         )
-    return [
-        _repetition(recipe, {name: (seed + index) % _SEEDS for name, seed in original.items()})
-        for index in range(count)
-    ]
+    repeated = []
+    for index in range(count):
+        numbers = {key: (seed + index) % _SEEDS for key, seed in seeds.items()}
+        changed, first = recipe, next(iter(numbers.values()))
+        for key, number in numbers.items():
+            changed = _with_value(changed, key, number)
+        for name in ("name", "output"):
+            if (value := getattr(recipe, name)) is not None:
+                changed = _with_value(changed, name, f"{value}{SEED_SUFFIX}{first}")
+        repeated.append((first, changed))
+    return repeated
 
 
 def _seeds_of(recipe: Recipe) -> dict[str, int]:
-    """Seeds that a recipe's result depends on, by section; the first one names it."""
+    """Seeds that a recipe's result depends on, by key; the first one names it."""
     convert, seeds = recipe.convert, dict[str, int]()
     if convert.init == "random":
-        seeds["convert"] = convert.seed
+        seeds["convert.seed"] = convert.seed
     for name in ("pretrain", "finetune"):
         if (training := getattr(recipe, name)) is not None:
-            seeds[name] = training.seed
+            seeds[f"{name}.seed"] = training.seed
     if not convert.calibration.is_none:
-        seeds["calibration"] = convert.calibration.seed
+        seeds["convert.calibration.seed"] = convert.calibration.seed
     return seeds
 
 
-def _repetition(recipe: Recipe, seeds: dict[str, int]) -> tuple[int, Recipe]:
-    changed: dict[str, Any] = {
-        name: getattr(recipe, name).model_copy(update={"seed": seeds[name]})
-        for name in seeds.keys() - {"calibration"}
-    }
-    if "calibration" in seeds:
-        calibration = recipe.convert.calibration.model_copy(update={"seed": seeds["calibration"]})
-        convert = changed.get("convert", recipe.convert)
-        changed["convert"] = convert.model_copy(update={"calibration": calibration})
-    first = next(iter(seeds.values()))
-    for name in ("name", "output"):
-        if (value := getattr(recipe, name)) is not None:
-            changed[name] = f"{value}{SEED_SUFFIX}{first}"
-    return first, recipe.model_copy(update=changed)
+def _with_value(section: M, key: str, value: Any) -> M:
+    """The same section with another value of a key such as `convert.seed`."""
+    name, _, rest = key.partition(".")
+    if rest:
+        value = _with_value(getattr(section, name), rest, value)
+    return section.model_copy(update={name: value})

@@ -168,14 +168,9 @@ def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> li
     return [*names, *(name for item in recipe.evaluate for name in item.data)]
 
 
-def converted_beside(output: Path) -> Path:
-    """Names the folder of the converted model that is kept beside a trained one."""
-    return output.with_name(f"{output.name}-converted")
-
-
-def pretrained_beside(output: Path) -> Path:
-    """Names the folder of the pretrained model that is kept beside a trained one."""
-    return output.with_name(f"{output.name}-pretrained")
+def kept_beside(output: Path, stage: Literal["converted", "pretrained"]) -> Path:
+    """Names the folder of a model before its training, that is kept beside the trained one."""
+    return output.with_name(f"{output.name}-{stage}")
 
 
 def json_schema() -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -20,16 +22,13 @@ from tcompress.reporting.table_rows import (
     amount,
     budget_rows,
     calibration_text,
-    depth_rows,
+    form_rows,
     is_open_ended,
-    plain_rows,
     published,
     rows_of,
     sets_note,
     size,
     start_text,
-    storage_rows,
-    vocabulary_rows,
 )
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 
@@ -94,10 +93,7 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
         parts += [Text(f"warning{name}: {text}", style="yellow") for text in report.warnings]
     if rows := published(reports):
         names = ("row", "metric", "where", "comparable", "paper", "ours")
-        table = fmt.table(*names, right=names[4:], title="published")
-        for row in rows:
-            table.add_row(*row)
-        parts.append(table)
+        parts.append(fmt.table(*names, right=names[4:], title="published", rows=rows))
     return Group(*parts)
 
 
@@ -105,10 +101,9 @@ def seeds_table(group: SeedGroup) -> RenderableType:
     """Render the numbers of models that differ in their seeds alone."""
     seeds = [f"seed {seed}" for seed in group.seeds]
     names = ("number", "mean ± deviation", *seeds)
-    table = fmt.table(*names, right=names[1:], title=f"{group.name}, {len(seeds)} seeds")
-    for number in group.numbers:
-        table.add_row(number.name, number.text, *map(fmt.value_text, number.values))
-    return table
+    rows = [(item.name, item.text, *map(fmt.value_text, item.values)) for item in group.numbers]
+    title = f"{group.name}, {len(seeds)} seeds"
+    return fmt.table(*names, right=names[1:], title=title, rows=rows)
 
 
 def render_plan(
@@ -121,11 +116,7 @@ def render_plan(
         *(("word embedding", plan.whole_table(item), item.parameters) for item in plan.embeddings),
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
-    rows = [] if plan.depth is None else depth_rows(plan.depth)
-    rows += [] if plan.vocabulary is None else vocabulary_rows(plan.vocabulary)
-    rows += plain_rows(plan.plain)
-    rows += [Row("attention", fmt.describe_attention(plan.attention))] if plan.attention else []
-    rows += storage_rows(plan.storage)
+    rows = form_rows(plan)
     open_ended = is_open_ended(plan.budget)
     if open_ended:
         rows += [Row(name, "", f"{dense:,}") for name, dense, _ in amounts if dense]
@@ -179,11 +170,11 @@ def shape_table(layers: Sequence[LayerPlan]) -> Table:
     return table
 
 
+@dataclass(frozen=True)
 class Comparison:
     """Models side by side, as many in one table as the terminal is wide."""
 
-    def __init__(self, reports: Sequence[ModelReport]) -> None:
-        self.reports = tuple(reports)
+    reports: Sequence[ModelReport]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         count = max(1, (options.max_width - _LABELS) // _COLUMN)
@@ -196,7 +187,7 @@ class Comparison:
         for report in reports:
             name = Text(short_name(report, self.reports), overflow="fold")
             table.add_column(name, justify="right", overflow="fold")
-            own = [*rows_of(report, self.reports, facts=True), *budget_rows(report.budget)]
+            own = [*rows_of(report, self.reports), *budget_rows(report.budget)]
             rows.append({row.label: row for row in own if row.label})
         for label in dict.fromkeys(label for row in rows for label in row):
             cells = [row.get(label, Row(label)) for row in rows]
@@ -221,32 +212,26 @@ def layer_table(layers: Sequence[LayerReport], per_layer: bool = False, title: s
     right += [] if kind is None else [fmt.error_name(kind).replace(" ", "\n")]
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
-    groups: dict[object, list[LayerReport]] = {}
-    for number, layer in enumerate(layers):
-        alike = (layer.role, layer.structure, layer.in_features, layer.out_features)
-        groups.setdefault(number if one_by_one else alike, []).append(layer)
+    alike = attrgetter("role", "structure", "in_features", "out_features")
+    groups = [[item] for item in layers] if one_by_one else fmt.grouped(layers, alike).values()
     names = fmt.short_names(layer.block for layer in layers)
     before = ""
-    for group in groups.values():
-        block = names[group[0].block] if one_by_one else str(len(group))
-        table.add_row("" if one_by_one and block == before else block, *_cells(group, kind))
+    for group in groups:
+        layer, parameters = group[0], Amount.sum_of(item.parameters for item in group)
+        block = names[layer.block] if one_by_one else str(len(group))
+        widths = f"{layer.in_features} → {layer.out_features}"
+        error = mean_errors(group).get(kind or "")
+        table.add_row(
+            "" if one_by_one and block == before else block,
+            layer.role,
+            layer.structure,
+            widths if layer.experts is None else f"{layer.experts} x ({widths})",
+            f"{parameters.now:,}",
+            fmt.share_text(parameters.kept),
+            *([] if error is None else [fmt.error_text(error)]),
+        )
         before = block
     return table
-
-
-def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
-    first = group[0]
-    parameters = Amount.sum_of(layer.parameters for layer in group)
-    widths = f"{first.in_features} → {first.out_features}"
-    error = mean_errors(group).get(kind or "")
-    return [
-        first.role,
-        first.structure,
-        widths if first.experts is None else f"{first.experts} x ({widths})",
-        f"{parameters.now:,}",
-        fmt.share_text(parameters.kept),
-        *([] if error is None else [fmt.error_text(error)]),
-    ]
 
 
 def _single(report: ModelReport) -> list[RenderableType]:
@@ -266,7 +251,5 @@ def _single(report: ModelReport) -> list[RenderableType]:
 
 
 def _amount_table(rows: Sequence[Row], dense: str, now: str) -> Table:
-    table = fmt.table("parameters", dense, now, "kept", right=(dense, now, "kept"))
-    for row in rows:
-        table.add_row(row.label, row.dense, row.value, row.kept)
-    return table
+    cells = [(row.label, row.dense, row.value, row.kept) for row in rows]
+    return fmt.table("parameters", dense, now, "kept", right=(dense, now, "kept"), rows=cells)

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tcompress.errors import counted
 from tcompress.progress import COMPUTING, Seconds, by_stage
 
 if TYPE_CHECKING:
@@ -28,8 +29,13 @@ _Key = TypeVar("_Key")
 _MOST_DENSE = 6  # kinds of dense weights that one line names
 
 
-def table(*names: str, right: Collection[str] = (), title: str = "") -> Table:
-    """Makes an empty table with such headings; columns of those in `right` are aligned so."""
+def table(
+    *names: str,
+    right: Collection[str] = (),
+    title: str = "",
+    rows: Iterable[Iterable[str | None]] = (),
+) -> Table:
+    """Makes a table with such headings; columns of those in `right` are aligned so."""
     from rich import box
     from rich.table import Table
 
@@ -38,6 +44,8 @@ def table(*names: str, right: Collection[str] = (), title: str = "") -> Table:
     made.title_style = made.header_style = "bold"
     for name in names:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
@@ -51,10 +59,9 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 
 def reason_table(title: str, items: Iterable[Any]) -> Table:
     """Says of how many layers, each with a name and a reason, the same reason holds."""
-    made = table(title, "such as", "because", right=[title])
-    for reason, alike in grouped(items, lambda item: item.reason).items():
-        made.add_row(str(len(alike)), alike[0].name, reason)
-    return made
+    groups = grouped(items, lambda item: item.reason).items()
+    rows = [(str(len(alike)), alike[0].name, reason) for reason, alike in groups]
+    return table(title, "such as", "because", right=[title], rows=rows)
 
 
 def error_name(kind: str) -> str:
@@ -381,8 +388,7 @@ def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> s
         parts += [_modes(options["grid"])] if options.get("grid") else []
         parts += [f"{word}{_words(options[key])}" for key, word in _SIZES.items() if key in options]
         counts[" ".join(parts)] += 1
-    words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
-    return "; ".join(words)
+    return "; ".join(f"{text} in {counted(n, 'block')}" for text, n in counts.items())
 
 
 def _words(value: Any) -> str:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tcompress.artifact.averages import AGREEMENT
-from tcompress.artifact.manifest import ExportedFile, Metric, Speed
+from tcompress.artifact.manifest import ExportedFile, Interval, Metric, Speed
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.shipped import RUNTIME, Shipped, dense_there, int8_speed, shipped_of
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, other_baseline
@@ -144,7 +144,7 @@ def _file_figures(
     """The figures of a file; those of the weights in PyTorch stand in small letters below."""
     size, dense = report.bytes_on_disk, _dense_bytes_there(report)
     there = f"{size.dense / max(1, file.file.bytes):.1f}× smaller than the dense"
-    notes = [f"`{file.name}`, all that ONNX Runtime reads of weights"]
+    notes = [f"`{PurePath(file.file.file).name}`, all that ONNX Runtime reads of weights"]
     notes += [f"dense at int8 {fmt.bytes_text(dense)}"] if dense and report.is_smaller else []
     notes += [f"in PyTorch {fmt.bytes_text(size.now)}"] if report.is_smaller else []
     bytes_there = fmt.bytes_text(file.file.bytes)
@@ -172,49 +172,46 @@ def _file_speed(file: Shipped, speed: Speed | None) -> Figure:
         figure = speed_figure_of(speed)
         hint = "in PyTorch; `tcompress bench --runtime onnx-int8` times the file"
         return figure._replace(notes=(*figure.notes[:1], hint))
-    figure = speed_figure_of(file.speed)
-    notes = [*figure.notes, *filter(None, [dense_there(file.speed)])]
+    notes = [dense_there(file.speed)]
     if speed is not None and speed is not file.speed:
         notes.append(f"in PyTorch {fmt.speed_text(speed)}")
+    figure = speed_figure_of(file.speed, *notes)
     words = figure.words.replace("; dense", " in ONNX Runtime; dense in PyTorch")
-    return figure._replace(words=words, notes=tuple(notes))
+    return figure._replace(words=words)
 
 
 def size_figure(report: ModelReport) -> Figure:
     """Bytes of the weight files, and of the dense model with eight bits where it is known."""
-    size, notes = report.bytes_on_disk, []
-    dense = file_of(report.dense_exports)
-    if dense is not None and report.is_smaller:
-        notes.append(f"dense at int8 {fmt.bytes_text(dense.bytes)}")
-    words = "on disk"
-    if report.is_smaller:
-        share = fmt.share_text(size.kept)
-        words = f"{share} of the dense {fmt.bytes_text(size.dense)}"
-    return Figure("Size", fmt.bytes_text(size.now), words, tuple(notes))
+    size, dense = report.bytes_on_disk, file_of(report.dense_exports)
+    if not report.is_smaller:
+        return Figure("Size", fmt.bytes_text(size.now), "on disk")
+    words = f"{fmt.share_text(size.kept)} of the dense {fmt.bytes_text(size.dense)}"
+    notes = () if dense is None else (f"dense at int8 {fmt.bytes_text(dense.bytes)}",)
+    return Figure("Size", fmt.bytes_text(size.now), words, notes)
 
 
 def speed_figure(report: ModelReport, speed: Speed | None) -> Figure:
     """Speed of a pass beside the dense model's, and of both with eight bits where timed."""
     if speed is None:
-        hint = ("`tcompress bench` times it",) if report.is_smaller else ()
-        return speed_figure_of(None)._replace(notes=hint)
-    figure = speed_figure_of(speed)
+        return speed_figure_of(None, "`tcompress bench` times it" if report.is_smaller else "")
     if (other := int8_speed(report, speed)) is None:
-        return figure
+        return speed_figure_of(speed)
     words = [] if other is speed else [f"int8 in ONNX Runtime {fmt.speed_text(other)}"]
-    note = ", ".join(filter(None, [*words, dense_there(other)]))
-    return figure._replace(notes=(*figure.notes, *filter(None, [note])))
+    return speed_figure_of(speed, ", ".join(filter(None, [*words, dense_there(other)])))
 
 
-def speed_figure_of(speed: Speed | None) -> Figure:
-    """Speed of a pass beside the dense model's."""
+def speed_figure_of(speed: Speed | None, *more: str) -> Figure:
+    """Speed of a pass beside the dense model's, with more notes, if these say anything."""
     if speed is None:
-        return Figure("Speed", _NONE, "not timed")
+        return Figure("Speed", _NONE, "not timed", tuple(filter(None, more)))
     own, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
-    notes = [fmt.pass_text(speed)]
-    if speed.is_noisy:
-        notes.append("?: the machine was busy, the time is in doubt")
-    return Figure("Speed", fmt.speed_text(speed), f"{own}; dense {dense}", tuple(notes))
+    busy = "?: the machine was busy, the time is in doubt" if speed.is_noisy else ""
+    notes = tuple(filter(None, (fmt.pass_text(speed), busy, *more)))
+    return Figure("Speed", fmt.speed_text(speed), f"{own}; dense {dense}", notes)
+
+
+def _interval_text(interval: Interval, signed: bool = False) -> str:
+    return f"{interval.level:.0%} interval {fmt.interval_text(interval, signed)}"
 
 
 def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
@@ -230,8 +227,7 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
         return Figure("Quality", _NONE, "not measured", tuple(hints))
     value, gap, ratio = fmt.value_text(metric.value), metric.difference, metric.ratio
     who = _baseline(report, metric)
-    level = None if metric.interval is None else f"{metric.interval.level:.0%} interval"
-    own = [] if metric.interval is None else [f"{level} {fmt.interval_text(metric.interval)}"]
+    own = [] if metric.interval is None else [_interval_text(metric.interval)]
     if metric.name == AGREEMENT:
         return Figure("Quality", value, f"agreement with {who}", tuple(own))
     if gap is None or ratio is None:
@@ -239,9 +235,8 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
     baseline = fmt.value_text(gap.baseline_value)
     notes: list[str] = []
     if gap.interval is not None:
-        ends = fmt.interval_text(gap.interval, signed=True)
-        level = f"{gap.interval.level:.0%} interval"
-        notes.append(f"difference {fmt.signed_text(gap.value)}, {level} {ends}")
+        interval = _interval_text(gap.interval, signed=True)
+        notes.append(f"difference {fmt.signed_text(gap.value)}, {interval}")
     if _holds_zero(metric):
         notes.append("the interval holds 0: no difference was found")
     share = f"{ratio:.1%}" if metric.higher_is_better else fmt.ratio_text(ratio)

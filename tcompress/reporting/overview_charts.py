@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
+from string import ascii_uppercase
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -25,6 +26,7 @@ from tcompress.reporting.charts import (
     trade_off,
     training_charts,
 )
+from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import file_of
 from tcompress.reporting.shipped import file_metric, int8_speed, shipped_of
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds
@@ -49,11 +51,12 @@ class Shown(NamedTuple):
     report: ModelReport
 
 
-def shown_models(reports: Sequence[ModelReport], names: Sequence[str]) -> list[Shown]:
-    """Assign each model its letter and colour."""
+def shown_models(reports: Sequence[ModelReport]) -> list[Shown]:
+    """Assign each model its letter, colour and name."""
+    marks = [*ascii_uppercase, *map(str, range(27, len(reports) + 1))]
     return [
-        Shown(chr(ord("A") + i) if i < 26 else str(i + 1), i % COLOURS, name, report)
-        for i, (report, name) in enumerate(zip(reports, names, strict=True))
+        Shown(marks[i], i % COLOURS, short_name(report, reports), report)
+        for i, report in enumerate(reports)
     ]
 
 
@@ -137,14 +140,20 @@ def _picture(
 ) -> list[Picture]:
     """Draws quality against a cost of each model and its dense one, of files and alternatives."""
     main = next((metric for metric in metrics if metric is not None), None)
-    rings = _rings(models, metrics, ring_cost)
-    dots = [*_dots(models, metrics, costs), *_file_dots(models, metrics, file_costs), *rings]
-    if len(dots) < 2 or main is None:
-        return []
+    dots, rings = _dots(models, metrics, costs), _rings(models, metrics, ring_cost)
     # What has a ring needs no line, its quality being known.
     is_ringed = any(ring.label == _DENSE for ring in rings)
     marks = [] if dense_file_cost is None or is_ringed else [Mark(_DENSE, dense_file_cost)]
-    marks += _file_marks(models, metrics, file_costs)
+    for model, metric, cost in zip(models, metrics, file_costs, strict=True):
+        number, mark = metric and file_metric(model.report, metric), f"{model.mark} int8"
+        if cost is not None and number is not None:
+            facts = (cost, number.value, number.interval, model.colour)
+            dots.append(Dot(mark, f"{model.name} int8", *facts))
+        elif cost is not None and model.report.is_smaller:  # the cost alone is known
+            marks.append(Mark(mark, cost))
+    dots += rings
+    if len(dots) < 2 or main is None:
+        return []
     lines = marks if len(marks) <= _MOST_LINES else marks[:1]
     drawn = trade_off(dots, words, main.label, write, main.higher_is_better, lines)
     return [Picture(name, drawn)]
@@ -190,32 +199,6 @@ def _dots(
             found = metric.model_copy(update={"value": value, "interval": interval})
             dots[own] = _dot(models[own], cost[1], found)
     return [dots[key] for key in sorted(dots, key=lambda key: (isinstance(key, str), str(key)))]
-
-
-def _file_dots(
-    models: Sequence[Shown], metrics: Sequence[Metric | None], costs: Sequence[float | None]
-) -> list[Dot]:
-    """A dot for each file whose quality was measured."""
-    dots = []
-    for model, metric, cost in zip(models, metrics, costs, strict=True):
-        number = metric and file_metric(model.report, metric)
-        if number is not None and cost is not None:
-            mark, name = f"{model.mark} int8", f"{model.name} int8"
-            dots.append(Dot(mark, name, cost, number.value, number.interval, model.colour))
-    return dots
-
-
-def _file_marks(
-    models: Sequence[Shown], metrics: Sequence[Metric | None], costs: Sequence[float | None]
-) -> list[Mark]:
-    """A line for each file of which the cost alone is known, but for those of dense models."""
-    return [
-        Mark(f"{model.mark} int8", cost)
-        for model, metric, cost in zip(models, metrics, costs, strict=True)
-        if cost is not None
-        and model.report.is_smaller
-        and not (metric and file_metric(model.report, metric))
-    ]
 
 
 def _dot(model: Shown, cost: float, metric: Metric) -> Dot:

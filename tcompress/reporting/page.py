@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -16,22 +17,12 @@ import tcompress
 from tcompress.artifact.averages import Mean
 from tcompress.files import check_page, write_named
 from tcompress.reporting import formatting as fmt
+from tcompress.reporting import table_rows
 from tcompress.reporting.charts import LIGHT, attention_picture, style_sheet, training_charts
-from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import headline_of
 from tcompress.reporting.over_seeds import seed_groups
 from tcompress.reporting.overview_charts import Shown, map_of, shown_models, trade_offs
 from tcompress.reporting.shipped import file_numbers
-from tcompress.reporting.table_rows import (
-    calibration_text,
-    healed_text,
-    naive_values,
-    parts_of,
-    published,
-    sets_note,
-    shows_dense,
-    summary_of,
-)
 from tcompress.reporting.tree import (
     Amount,
     LayerReport,
@@ -70,11 +61,9 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
     kind = next(iter(mean_errors(layers)), None)
     if kind is None:
         return None
-    found: dict[tuple[str, str], list[float]] = {}
-    for layer in layers:
-        if kind in layer.errors:
-            found.setdefault((layer.role, layer.block), []).append(layer.errors[kind])
-    means = {place: sum(errors) / len(errors) for place, errors in found.items()}
+    groups = fmt.grouped(layers, lambda layer: (layer.role, layer.block))
+    errors = {place: mean_errors(group).get(kind) for place, group in groups.items()}
+    means = {place: error for place, error in errors.items() if error is not None}
     worst = max(means, key=lambda place: means[place])
     low, top = min(means.values()), means[worst]
     alike = fmt.error_text(low) == fmt.error_text(top)
@@ -98,8 +87,8 @@ def render_html(reports: Sequence[ModelReport]) -> str:
 
     What the page shows is worked out here, so that its template only has to place it.
     """
-    names = [short_name(report, reports) for report in reports]
-    models = shown_models(reports, names)
+    models = shown_models(reports)
+    names = [model.name for model in models]
     sections, headline = list(map(_section, models)), headline_of(reports, names)
     page = {
         "title": names[0] if len(names) == 1 else f"{len(names)} models side by side",
@@ -107,12 +96,12 @@ def render_html(reports: Sequence[ModelReport]) -> str:
         "figures": headline.figures,
         "featured": sections[headline.model],
         "sections": sections,
-        "summary": summary_of(reports),
-        "dense": shows_dense(reports),
-        "sets_note": sets_note(reports),
+        "summary": table_rows.summary_of(reports),
+        "dense": table_rows.shows_dense(reports),
+        "sets_note": table_rows.sets_note(reports),
         "pictures": trade_offs(models),
         "seeds": seed_groups(reports),
-        "published": published(reports),
+        "published": table_rows.published(reports),
     }
     colours = {"light": LIGHT, "styles": style_sheet()}
     return _template().render(page=page, version=tcompress.__version__, **colours)
@@ -132,8 +121,9 @@ def _section(model: Shown) -> dict[str, Any]:
         bare: dict[str, Any] = {"interval": None, "difference": None, "protocol": {}}
         metrics += [
             (f"{label} of {name} (no model)", metric.model_copy(update={**bare, "value": value}))
-            for name, value in naive_values(metric).items()
+            for name, value in table_rows.naive_values(metric).items()
         ]
+    dense = next((item.value or 0.0 for item in report.alternatives), 0.0)
     files = sorted(file_numbers(report), key=lambda metric: isinstance(metric, Mean))
     names = fmt.metric_labels(files)
     metrics += [(f"{label}, int8 file", own) for label, own in zip(names, files, strict=True)]
@@ -141,28 +131,23 @@ def _section(model: Shown) -> dict[str, Any]:
         **model._asdict(),
         "map": map_of(report),
         "looks": None if report.attention_map is None else attention_picture(report.attention_map),
-        "alternatives": _alternatives(report),
+        "alternatives": [
+            dict(item) | {"kept": item.value / dense if item.value and dense > 0 else None}
+            for item in report.alternatives
+        ],
         "roles": roles,
         # Of plain layers they are the parameters once more.
         "counts_macs": any(row["macs"] != row["parameters"] for row in roles),
-        "parts": parts_of(report),
+        "parts": table_rows.parts_of(report),
         "errors": _sentence(fmt.errors_note(list(report.errors)[:1])),
         "heat": heat_of(report.layers),
         "metrics": metrics,
         "curves": [list(training_charts(run).values()) for run in report.training],
         "timings": {fmt.machine_text(speed): speed.protocol for speed in report.speed},
-        "calibration": calibration_text(report),
-        "healed": healed_text(report),
+        "calibration": table_rows.calibration_text(report),
+        "healed": table_rows.healed_text(report),
         "recipe": "" if not recipe else yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
     }
-
-
-def _alternatives(report: ModelReport) -> list[dict[str, Any]]:
-    dense = next((item.value for item in report.alternatives), None)
-    return [
-        dict(item) | {"kept": item.value / dense if item.value and dense and dense > 0 else None}
-        for item in report.alternatives
-    ]
 
 
 def _roles(layers: Sequence[LayerReport]) -> list[dict[str, Any]]:
@@ -188,14 +173,9 @@ def _plain(value: Any) -> str:
 
 def _code(text: str) -> Markup:
     """Marks what stands between backticks as code."""
-    parts = text.split("`")
-    if len(parts) % 2 == 0:  # one of them is alone
+    if text.count("`") % 2:  # one of them is alone
         return escape(text)
-    marked = (
-        Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
-        for i, part in enumerate(parts)
-    )
-    return Markup("").join(marked)
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)))
 
 
 @cache

@@ -79,15 +79,23 @@ def front_of(candidates: Sequence[Candidate]) -> FrontReport:
     if timed is not None and speeds[0] is None:  # the dense model ran beside all others
         middle = median(speed.baseline_milliseconds for speed in speeds if speed is not None)
         speeds[0] = timed.model_copy(update={"milliseconds": middle, "ratio": 1.0})
-    rows = list(map(_row, candidates, _of_repeats(candidates, metrics), speeds))
+    numbers = []  # the main one of each candidate, with all of its seeds
+    for item, own in zip(candidates, metrics, strict=True):
+        alike = [] if own is None else [own]
+        for report in item.repeats if alike else ():
+            same = (m for m in numbers_of([report])[0] if metric_key(m) == metric_key(alike[0]))
+            alike += islice(same, 1)
+        numbers.append(alike)
+    rows = list(map(_row, candidates, numbers, speeds))
     higher = metric is None or metric.higher_is_better
     best: dict[Front, set[str]] = {
         "size": _best(rows, lambda row: row.parameters, higher),
         "time": _best(rows, lambda row: row.milliseconds, higher),
     }
-    fronts = [tuple(cost for cost in best if row.name in best[cost]) for row in rows]
-    pairs = zip(rows, fronts, strict=True)
-    marked = [row.model_copy(update={"front": front}) for row, front in pairs]
+    marked = [
+        row.model_copy(update={"front": tuple(cost for cost in best if row.name in best[cost])})
+        for row in rows
+    ]
     sign = -1 if higher else 1
     return FrontReport(
         metric=None if metric is None else metric.label,
@@ -95,20 +103,6 @@ def front_of(candidates: Sequence[Candidate]) -> FrontReport:
         timed=None if timed is None else fmt.pass_text(timed),
         rows=tuple(sorted(marked, key=lambda row: (-row.parameters, sign * (row.quality or 0)))),
     )
-
-
-def _of_repeats(
-    candidates: Sequence[Candidate], metrics: Sequence[Metric | None]
-) -> list[list[Metric]]:
-    """The main number of each candidate with all of its seeds; none where it is not measured."""
-    found = []
-    for item, metric in zip(candidates, metrics, strict=True):
-        own = [] if metric is None else [metric]
-        for report in item.repeats if metric is not None else ():
-            same = (m for m in numbers_of([report])[0] if metric_key(m) == metric_key(own[0]))
-            own += islice(same, 1)
-        found.append(own)
-    return found
 
 
 def mean_of(metrics: Sequence[Metric | None]) -> Metric | None:

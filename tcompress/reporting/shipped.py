@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import NamedTuple
 
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed, one_file
@@ -21,11 +20,6 @@ class Shipped(NamedTuple):
     file: ExportedFile
     speed: Speed | None  # None where it was not timed
     metric: Metric | None  # None where its quality was not measured
-
-    @property
-    def name(self) -> str:
-        """Name of the file, without its folder."""
-        return PurePath(self.file.file).name
 
 
 def shipped_of(

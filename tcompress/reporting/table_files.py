@@ -37,7 +37,7 @@ def csv_text(sheet: Sheet) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(sheet.columns)
-    writer.writerows([["" if value is None else value for value in row] for row in sheet.rows])
+    writer.writerows(sheet.rows)
     return file.getvalue()
 
 
@@ -86,14 +86,15 @@ def latex_text(table: Printed) -> str:
 
 def write_tables(tables: Tables, sheet: Sheet, printed: Printed) -> dict[str, str]:
     """Writes the files that are asked for, each whole or not at all; gives paths by kind."""
-    texts = {"csv": csv_text(sheet), "latex": latex_text(printed)}
-    checks = {"csv": check_sheet, "latex": check_latex}
     written = {}
-    for kind, path in {"csv": tables.csv, "latex": tables.latex}.items():
+    for kind, path, check, text in (
+        ("csv", tables.csv, check_sheet, csv_text(sheet)),
+        ("latex", tables.latex, check_latex, latex_text(printed)),
+    ):
         if path is not None:
             target = Path(path).expanduser()
-            checks[kind](target)
-            write_named(target, texts[kind])
+            check(target)
+            write_named(target, text)
             written[kind] = str(target)
     return written
 
@@ -102,9 +103,8 @@ def write_figures(reports: Sequence[ModelReport], folder: Path | str) -> list[Pa
     """Writes each picture of a page as a file of its own, which needs no page and no font."""
     target = Path(folder).expanduser()
     check_drawings(target)
-    names = [short_name(report, reports) for report in reports]
     written = []
-    for picture in all_pictures(shown_models(reports, names)):
+    for picture in all_pictures(shown_models(reports)):
         path = target / f"{picture.name}.svg"
         try:
             target.mkdir(exist_ok=True)
@@ -303,8 +303,7 @@ def _with_interval(value: float, interval: Interval | None, signed: bool = False
 
 def metrics_sheet(scores: Sequence[tuple[str, Sequence[Metric]]]) -> Sheet:
     """Lists the numbers of each model in a row of its own; `scores` are names and numbers."""
-    columns = ("model", "of", *_LONG[4:-1])
-    named = ("model", "quantity", *columns[1:])
+    named = ("model", "quantity", "of", *_LONG[4:-1])
     rows = []
     for name, metrics in scores:
         for metric in metrics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from statistics import fmean
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from tcompress.artifact.averages import AGREEMENT, Mean, set_of
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
-from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage
+from tcompress.planning.entries import BudgetPlan, DepthPlan, Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.headline import file_of
 from tcompress.reporting.over_seeds import OverSeeds, seed_groups
@@ -36,36 +36,22 @@ class Row(NamedTuple):
     kept: str = ""
 
 
-def rows_of(
-    report: ModelReport, others: Sequence[ModelReport] = (), facts: bool = False
-) -> list[Row]:
-    """Lists the lines about one model that is shown beside others.
+def rows_of(report: ModelReport, others: Sequence[ModelReport] = ()) -> list[Row]:
+    """Lists the lines about one model that may be shown beside others.
 
-    With `facts`, say too what a title says otherwise, and leave room for lines of other models.
+    Then they say too what a title says otherwise, and leave room for lines of the others.
     """
     shown, parts = (report, *others), report.parameters
     rows = []
-    if facts:
+    if others:
         rows += [Row("family", report.family), Row("method", report.method)]
         if any(item.init == "random" for item in shown):
             rows.append(Row("start", start_text(report)))
         rows.append(Row("calibration", calibration_text(report)))
-    beside = others if facts else ()
-    if report.depth is not None:
-        rows += depth_rows(report.depth)
-    elif any(other.depth is not None for other in beside):
-        rows.append(Row("blocks"))
-    if report.vocabulary is not None:
-        rows += vocabulary_rows(report.vocabulary)
-    elif any(other.vocabulary is not None for other in beside):
-        rows.append(Row("vocabulary"))
-    rows += plain_rows(report.plain)
-    if report.attention or any(other.attention for other in beside):
-        rows.append(Row("attention", fmt.describe_attention(report.attention)))
-    rows += storage_rows(report.storage)
+    rows += form_rows(report, others)
     if parts.rewritten.dense:
         rows.append(amount("rewritten layers", parts.rewritten))
-    elif facts:
+    elif others:
         rows.append(Row("rewritten layers"))
     disk, macs = report.bytes_on_disk, report.macs_per_token
     rows += [
@@ -81,7 +67,7 @@ def rows_of(
     when = ", before training" if report.training else ""
     for kind, error in report.errors.items():
         rows.append(Row(fmt.error_name(kind) + when, fmt.error_text(error)))
-    if report.calibration is not None and not facts:
+    if report.calibration is not None and not others:
         agreement = report.calibration.agreement
         for name, change in report.calibration.changes.items():
             what = "agreement" if name in agreement else "change of output"
@@ -100,7 +86,26 @@ def rows_of(
     return rows
 
 
-def depth_rows(depth: DepthPlan) -> list[Row]:
+def form_rows(item: ModelReport | Plan, others: Sequence[ModelReport] = ()) -> list[Row]:
+    """Lines about blocks, tokens, attention and stored numbers, with room for those of others."""
+    rows = []
+    if item.depth is not None:
+        rows += _depth_rows(item.depth)
+    elif any(other.depth is not None for other in others):
+        rows.append(Row("blocks"))
+    if item.vocabulary is not None:
+        rows += _vocabulary_rows(item.vocabulary)
+    elif any(other.vocabulary is not None for other in others):
+        rows.append(Row("vocabulary"))
+    if item.plain:  # keys that say all of it
+        keys = (f"{key} {value:,}" for key, value in item.plain.items())
+        rows.append(Row("in config.json", ", ".join(keys)))
+    if item.attention or any(other.attention for other in others):
+        rows.append(Row("attention", fmt.describe_attention(item.attention)))
+    return rows if item.storage is None else [*rows, Row("stored in", str(item.storage))]
+
+
+def _depth_rows(depth: DepthPlan) -> list[Row]:
     """Lines about the blocks that stay, and about other numbers of blocks that were tried."""
     kept = f"{depth.kept / depth.blocks:.1%}"
     rows = [Row("blocks", f"{depth.kept}: {depth.which}", str(depth.blocks), kept)]
@@ -113,12 +118,7 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
     return rows
 
 
-def storage_rows(storage: Storage | None) -> list[Row]:
-    """A line about the bits that tensors are stored in, where these are few."""
-    return [] if storage is None else [Row("stored in", str(storage))]
-
-
-def vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
+def _vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
     """Lines about the tokens that stay, and about the data that needs them."""
     before, rows = vocabulary.before, vocabulary.rows
     found = [Row("vocabulary", f"{rows:,}", f"{before:,}", f"{rows / before:.1%}")]
@@ -128,13 +128,6 @@ def vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
     if vocabulary.lost is not None:
         found.append(Row("  tokens of new texts that do not", f"about {vocabulary.lost:.2%}"))
     return found
-
-
-def plain_rows(plain: Mapping[str, int] | None) -> list[Row]:
-    """A line about the keys of `config.json` that say all of a plain model."""
-    if not plain:
-        return []
-    return [Row("in config.json", ", ".join(f"{key} {value:,}" for key, value in plain.items()))]
 
 
 def calibration_text(report: ModelReport) -> str:
@@ -200,7 +193,7 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
     levels = {metric_key(m): m.interval.level for each in numbers for m in each if m.interval}
     labels = fmt.metric_labels(metric for metric, _ in found.values())
     rows = []
-    for label, (key, (_, other)) in zip(labels, found.items(), strict=True):
+    for label, (key, (metric, other)) in zip(labels, found.items(), strict=True):
         number = own.get(key)
         if number is not None:
             other = other_baseline(report, number)
@@ -209,8 +202,12 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
         if key in levels:
             interval = fmt.interval_text(number.interval) if number and number.interval else ""
             rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
-        rows += _file_rows(report, shown, found[key][0])
-        rows += _naive_rows(number, found[key][0], label)
+        rows += _file_rows(report, shown, metric)
+        naive = {} if number is None else naive_values(number)
+        for kind in naive_values(metric):
+            text = fmt.value_text(naive[kind]) if kind in naive else ""
+            # Each says of which number it is: models side by side share lines of one label.
+            rows.append(Row(f"  {kind} of {label} (no model)", text))
     return rows
 
 
@@ -220,17 +217,6 @@ def _number(label: str, number: Metric | None) -> Row:
         return Row(label)
     dense = fmt.value_text(number.difference.baseline_value) if number.difference else ""
     return Row(label, fmt.value_text(number.value), dense, fmt.ratio_text(number.ratio))
-
-
-def _naive_rows(number: Metric | None, metric: Metric, name: str) -> list[Row]:
-    """Lines about forecasts without a model, where the number has any to be compared with.
-
-    Each says of which number it is: models side by side share lines of one label.
-    """
-    values = naive_values(metric)
-    here = {} if number is None else naive_values(number)
-    texts = {label: fmt.value_text(here[label]) if label in here else "" for label in values}
-    return [Row(f"  {name} of {label} (no model)", text) for label, text in texts.items()]
 
 
 def naive_values(metric: Metric) -> dict[str, float]:
@@ -386,20 +372,13 @@ class Printed(NamedTuple):
     rows: tuple[tuple[Cell, ...], ...]
 
 
-class Line(NamedTuple):
-    """A quantity of every model."""
-
-    label: str
-    cells: list[Cell]
-
-
 def shows_dense(reports: Sequence[ModelReport]) -> bool:
     """Return whether a column stands for the dense model: beside one model made of it."""
     return len(reports) == 1 and reports[0].is_smaller and reports[0].init == "pretrained"
 
 
-def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
-    """Lists the quantities that at least one model has; see `shows_dense`."""
+def summary_of(reports: Sequence[ModelReport]) -> dict[str, list[Cell]]:
+    """Lists quantities that at least one model has, with those of every one; see `shows_dense`."""
     lengths = {report.macs_per_token.length for report in reports}
     macs = "multiply-adds per token" + (f", T={lengths.pop()}" if len(lengths) == 1 else "")
     when = ", before training" if any(report.training for report in reports) else ""
@@ -413,7 +392,7 @@ def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
         columns.insert(0, _dense_column(reports[0], macs) | dense)
     known = {label for column in columns for label, cell in column.items() if cell.value}
     labels = [label for label in order if label in known]
-    return [Line(label, [column.get(label, Cell()) for column in columns]) for label in labels]
+    return {label: [column.get(label, Cell()) for column in columns] for label in labels}
 
 
 def _quality(reports: Sequence[ModelReport]) -> tuple[list[dict[str, Cell]], dict[str, Cell]]:
@@ -476,6 +455,7 @@ def _column(
     facts += [f"calibration {calibration}"] if calibration else []
     disk, depth, own = report.bytes_on_disk, report.depth, dict(list(report.errors.items())[:1])
     share = fmt.share_text(disk.kept) if disk.kept != 1 else ""
+    fast = speed and int8_speed(report, speed)
     return {
         "method": Cell(report.method, "; ".join(facts)),
         "parameters": _amount(report.parameters.total),
@@ -491,7 +471,7 @@ def _column(
         "trained": Cell(healed_text(report)),
         **quality,
         "speed": _speed(speed),
-        "speed at int8": _int8_speed(report, speed),
+        "speed at int8": Cell(fmt.speed_text(fast), dense_there(fast)) if fast else Cell(),
     }
 
 
@@ -570,8 +550,3 @@ def _int8_file(files: Sequence[ExportedFile]) -> Cell:
     if own is None:
         return Cell()
     return Cell(fmt.bytes_text(own.bytes), f"cosine with PyTorch {fmt.value_text(own.agreement)}")
-
-
-def _int8_speed(report: ModelReport, speed: Speed | None) -> Cell:
-    own = None if speed is None else int8_speed(report, speed)
-    return Cell() if own is None else Cell(fmt.speed_text(own), dense_there(own))

@@ -25,7 +25,7 @@ from tcompress.planning.sites import Coupling, channels_left, couplings, whole_h
 from tcompress.progress import Progress
 from tcompress.roles import Attention, Block
 from tcompress.structures.modules.linear import PartLayout
-from tcompress.structures.width import WidthLayout
+from tcompress.structures.width import plain_layout
 
 PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"  # units of resources
 
@@ -208,7 +208,7 @@ def narrow_layers(
         for part in layer.parts:
             channels = writes.get((layer.weight_name, part.name))
             outputs = channels.left if channels else part.size
-            terms = (WidthLayout(in_features=inputs, out_features=outputs),)
+            terms = (plain_layout(inputs, outputs),)
             parts.append(PartLayout(name=part.name, terms=terms, channels=channels))
         yield entries[layer.name].model_copy(update={"parts": tuple(parts), "reads": reads})
 

@@ -48,6 +48,11 @@ class WidthLayout(Layout):
     is_plain: ClassVar[bool] = True
 
 
+def plain_layout(inputs: int, outputs: int) -> WidthLayout:
+    """Lay out an ordinary matrix of so many inputs and outputs."""
+    return WidthLayout(in_features=inputs, out_features=outputs)
+
+
 class Width(Structure[WidthSpec, WidthLayout], RoundsInNorm):
     """Fewer channels; what reads them is refitted by least squares."""
 

@@ -31,7 +31,7 @@ from tcompress.models import SourceModel
 from tcompress.models.narrower import with_keys
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
-from tcompress.structures.width import WidthLayout
+from tcompress.structures.width import plain_layout
 from tcompress.timing_model.random_weights import RandomWeights
 from tcompress.timing_model.timing_cache import TimingCache
 
@@ -255,7 +255,7 @@ class LayerTimes:
 
     def _corner(self, inputs: int, outputs: int, bias: bool) -> float:
         if not inputs or not outputs:  # which PyTorch's own layer warns of
-            term = WidthLayout(in_features=inputs, out_features=outputs)
+            term = plain_layout(inputs, outputs)
             return self.of(LayerForm((PartLayout(name="", terms=(term,)),)), bias)
         options = (bias, self.device, self.dtype)
         return self._seconds((inputs, outputs, bias), lambda: nn.Linear(inputs, outputs, *options))

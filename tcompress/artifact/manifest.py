@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import transformers
 import yaml
-from huggingface_hub import metadata_load
 from pydantic import BaseModel, Field
 
 import tcompress
@@ -524,6 +523,7 @@ def _sentence(facts: TrainingFacts) -> str:
     )
 
 
+_MARK = "---"
 # In the order in which heads are written; tags come last.
 _CARRIED = ("library_name", "base_model", "license", "license_name", "license_link")
 
@@ -531,9 +531,13 @@ _CARRIED = ("library_name", "base_model", "license", "license_name", "license_li
 def head_of(folder: Path) -> dict[str, Any]:
     """Read licence, library, base model and tags from a card; what cannot be read is left out."""
     try:
-        facts = metadata_load(folder / CARD) or {}
+        text = (folder / CARD).read_text(encoding="utf-8-sig")
+        lines = [line.rstrip() for line in text.splitlines()]
+        end = lines.index(_MARK, 1) if lines[:1] == [_MARK] else 0
+        facts = yaml.safe_load("\n".join(lines[1:end]))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
+    facts = facts if isinstance(facts, dict) else {}
     head = {key: facts[key] for key in (*_CARRIED, "tags") if _is_words(facts.get(key))}
     if isinstance(head.get("tags"), str):
         head["tags"] = [head["tags"]]
@@ -581,7 +585,7 @@ def render_head(head: Mapping[str, Any], tags: Iterable[str], base_model: str | 
     facts = {"library_name": "transformers", **head, **base}
     ordered = {key: facts[key] for key in _CARRIED if key in facts}
     ordered["tags"] = list(dict.fromkeys((*head.get("tags", ()), *tags)))
-    return f"---\n{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)}---"
+    return f"{_MARK}\n{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)}{_MARK}"
 
 
 def _is_words(value: Any) -> bool:

@@ -77,7 +77,7 @@ class Additive(AttentionReplacement[AdditiveSpec, AdditiveLayout]):
         parts = [
             ((piece[..., None, :] + k[:, :, None]).tanh() @ column)[..., 0] for piece in pieces
         ]
-        scores = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, 2)  # (batch, heads, q, k)
         if visible.pairs is not None:
             scores = scores.masked_fill(~visible.pairs, torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Na
 import pydantic
 from pydantic import BaseModel, Field, model_validator
 
-from tcompress import linalg
 from tcompress.errors import RecipeError
 from tcompress.fields import FRACTION, Options, option
 
@@ -209,9 +208,11 @@ def random_tensors(
 
 def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
     """Returns what a weight costs the model, to second order.  # (out, in)."""
+    from tcompress.linalg.fits import curved_loss
+
     assert target.curvature is not None
     gram = target.full_gram()
-    return constant + float(linalg.curved_loss(fitted, target.product, gram, target.curvature))
+    return constant + float(curved_loss(fitted, target.product, gram, target.curvature))
 
 
 S = TypeVar("S", bound=Spec)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tcompress import linalg
 from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
@@ -86,14 +85,18 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
-        a, b = linalg.fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
+        from tcompress.linalg.moments import fit_lowrank
+
+        a, b = fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
         return {"a": a, "b": b}
 
     def rounded(
         self, target: Target, layout: LowRankLayout, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
+        from tcompress.linalg.calibrated import rounded_factors
+
         factors, widths = (tensors["a"], tensors["b"]), (roundings.get("a"), roundings.get("b"))
-        a, b = linalg.rounded_factors(target.product, target.full_gram(), factors, widths)
+        a, b = rounded_factors(target.product, target.full_gram(), factors, widths)
         return {"a": a, "b": b}
 
     def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:
@@ -103,8 +106,10 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
 def rank_losses(target: Target, constant: float, ranks: Sequence[int]) -> list[float]:
     """Predicts what the best factors of these ranks lose."""
     assert target.curvature is not None
-    spectrum = linalg.lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-    losses = linalg.lowrank_losses(spectrum, constant)
+    from tcompress.linalg.fits import lowrank_losses, lowrank_spectrum
+
+    spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+    losses = lowrank_losses(spectrum, constant)
     return [float(losses[rank]) for rank in ranks]
 
 

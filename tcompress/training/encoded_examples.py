@@ -251,7 +251,10 @@ def _masked(
     seed: int,
     targets: Tensor | None = None,
 ) -> Encoded:
-    """Texts with hidden words, others in every epoch; no special tokens, of three of the first."""
+    """Texts with hidden words, others in every epoch.
+
+    Special tokens are never hidden, and of three texts only words of the first are.
+    """
     tokenizer = encoder.tokenizer
     if tokenizer.mask_token_id is None:
         hint = "choose the task `causal-lm`, or another model"

@@ -256,6 +256,7 @@ class Losses:
         return task.score(torch.cat(predictions).cpu(), torch.cat(labels))
 
 
+# Makers of attention masks, and what asks them to look whether a token is padding.
 _MAKERS = ("sdpa", "eager")
 _LOOKS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 

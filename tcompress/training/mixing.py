@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, repeat, zip_longest
 from math import inf, isnan, log
 from statistics import fmean, stdev
 from typing import Any
@@ -151,11 +150,16 @@ def _by_turns(
     """Yield a batch of every source in turn, as long as there are any."""
     for part in held.values():
         part.epoch = 0
-    sources = (
-        zip(repeat(source), losses.loaded(part, in_order(part, size)), strict=False)
-        for source, part in held.items()
-    )
-    return filter(None, chain.from_iterable(zip_longest(*sources)))
+    remaining = {
+        source: iter(losses.loaded(part, in_order(part, size))) for source, part in held.items()
+    }
+    while remaining:
+        for source, batches in [*remaining.items()]:
+            batch = next(batches, None)
+            if batch is None:
+                del remaining[source]
+            else:
+                yield source, batch
 
 
 def harmed(

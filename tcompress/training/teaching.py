@@ -126,7 +126,7 @@ def differences(student: SourceModel, teacher: SourceModel) -> list[str]:
 
 
 def _all_differences(student: SourceModel, teacher: SourceModel) -> list[str]:
-    """List the same, and whether the teacher has not a block for each of the student's."""
+    """List the `differences`, and whether the teacher has fewer blocks than the student."""
     texts = differences(student, teacher)
     count, taught = (_number(model, "num_hidden_layers") for model in (student, teacher))
     if count is not None and taught is not None and count > taught:

@@ -307,7 +307,7 @@ class _Watch:
         if self.gradients and output.requires_grad:
             output.register_hook(arrived)
         elif not self.gradients and layer.name not in self._called:
-            x = rows if mask is None else rows[mask]
+            x = (rows if mask is None else rows[mask]).float()  # one copy for both sides
             self._sums[layer.name].inputs.add(x, x)
         self._called.add(layer.name)
 
@@ -318,11 +318,15 @@ def merged(total: dict[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def damped_inputs(
-    measured: Mapping[str, Sensitivity], entries: Mapping[str, LayerPlan], damping: float
+    measured: dict[str, Sensitivity], entries: Mapping[str, LayerPlan], damping: float
 ) -> dict[str, Tensor]:
-    """Return damped input moments of layers that use shared factors, by planned name."""
+    """Return damped input moments of layers that use shared factors, by planned name.
+
+    What was measured is taken out of its mapping: the block may still be loaded beside it.
+    """
     damped: dict[str, Tensor] = {}
-    for name, sums in measured.items():
+    for name in [*measured]:
+        sums = measured.pop(name)
         if sums.rows and name in entries and factor_layouts(entries[name].parts):
             entry = entries[name]
             gram = sums.inputs.moments(centred=entry.bias).gram

@@ -103,10 +103,12 @@ class PartialModel:
         """Load one block, and free its weights afterwards."""
         self._load(name for name in self._stored if name.startswith(f"{block}."))
         module = self.model.get_submodule(block)
-        yield module
-        for name, parameter in list(module.named_parameters()):
-            _put(module, name, parameter.to("meta"))
-        give_back_memory()
+        try:
+            yield module
+        finally:  # where a walk ends before the model does too
+            for name, parameter in list(module.named_parameters()):
+                _put(module, name, parameter.to("meta"))
+            give_back_memory()
 
     def answer_of(self, stream: Stream) -> Any:
         """Run the block at which a pass waits, and return what it computes."""

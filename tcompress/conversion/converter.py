@@ -524,5 +524,9 @@ def _timed(source: SourceModel, output: Path, manifest: Manifest, recipe: Conver
     options["repeats"] = FEWER if is_long else REPEATS
     limits = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
     settings, trust = Bench.model_validate({**options, **limits}), source.trust_remote_code
-    processes.first(lambda: bench([str(output)], settings=settings, trust_remote_code=trust))
-    return read_manifest(output) or manifest
+
+    def measured() -> Manifest | None:
+        bench([str(output)], settings=settings, trust_remote_code=trust)
+        return read_manifest(output)
+
+    return processes.first(measured) or manifest

@@ -161,7 +161,10 @@ class Outputs:
             if item.key == entry.key:
                 return torch.empty(0, dtype=item.dtype)  # the guard under the dense name
             tensors, what = self.fit_of(entry).tensors, f"the bias of layer `{entry.name}`"
-            value = next(t for leaf, t in tensors.items() if entry.stored_name(leaf) == item.key)
+            leaf = next(leaf for leaf in tensors if entry.stored_name(leaf) == item.key)
+            value = tensors[leaf]
+            if leaf != "bias":  # others were checked as they were fitted
+                return value
         value = value.to(item.dtype)
         if not is_finite(value):
             raise FitError(f"{what} does not fit into {item.dtype}", WIDER)

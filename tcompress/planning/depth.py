@@ -56,7 +56,8 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:
             raise PlanError(text)
         first = len(fixed_blocks(source, stack.path))  # that may go
         shorter = tuple(index for index in stack.kept if index != first)
-        cut_blocks(source, {stack.path: shorter})  # refuses models that lose more than blocks
+        # Any number may have to go: models that lose more than blocks are refused at one.
+        cut_blocks(source, {stack.path: shorter})
         return DepthPlan(stacks=stacks, chosen="later")
     dropped = "spread" if recipe.calibration.is_none else "later"
     chosen = dropped if recipe.keep_layers is None else "asked"

@@ -299,7 +299,10 @@ def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
 def _improved(
     ladders: Sequence[_Ladder], rungs: list[int], remainder: float, resource: str
 ) -> Allocation:
-    """Spend what is left over, each time where one move saves most."""
+    """Spend what is left over, each time where one move saves most.
+
+    A site goes as far as it can pay, and so moves once at most or nearly so.
+    """
     while ladders:
         paid = [
             max(rung, ladder.last_within(ladder.costs[rung] + remainder))

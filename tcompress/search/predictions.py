@@ -77,7 +77,7 @@ class Predictions:
 
     layers: tuple[Site, ...] = ()  # layers, each by itself
     singly: tuple[Site, ...] = ()
-    """The same with what a method offers where all layers take it, and no fit corrected."""
+    """With data, what a method offers where all layers take it; without, `layers` uncorrected."""
     widths: tuple[WidthSite, ...] = ()  # layers that have channels in common
     offers: Offers = field(default_factory=dict)  # methods of `layers`, in the order of preference
     singles: tuple[str, ...] = ()  # methods that are answers by themselves, if tried
@@ -214,8 +214,8 @@ class Predictor:
             yield block, statistics
             progress.advance(1, block.name)
 
-    def _keep_moments(self, block: str, sums: Mapping[str, Sensitivity]) -> None:
-        """Keep what fits will need of a block's moments, by name in the model."""
+    def _keep_moments(self, block: str, sums: dict[str, Sensitivity]) -> None:
+        """Keep what fits will need of a block's moments; `sums` are by name, and given up."""
         data, workdir = self.inputs.data, self.inputs.workdir
         calibration = self.inputs.recipe.calibration
         assert data is not None

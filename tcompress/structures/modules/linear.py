@@ -370,11 +370,13 @@ class StructuredLinear(nn.Module):
         if is_parametrized(self):  # for one pass: the next may have other tensors
             self._kept = None
             return None
-        if self._kept is None or not self._kept.is_current:
-            self._kept, dtype = None, self.stored_dtype  # its memory is free for the next
+        cached = self._kept  # which other threads may replace meanwhile
+        if cached is None or not cached.is_current:
+            self._kept, cached, dtype = None, None, self.stored_dtype  # memory for the next
             accurate, owners = torch.promote_types(dtype, torch.float32), self.owners()
-            self._kept = CachedWeight.of(owners, lambda: self.dense_weight(accurate).to(dtype))
-        return None if self._kept is None else self._kept.weight
+            cached = CachedWeight.of(owners, lambda: self.dense_weight(accurate).to(dtype))
+            self._kept = cached
+        return None if cached is None else cached.weight
 
     def owners(self) -> list[nn.Module]:
         """Modules whose tensors the weight depends on, those of other layers among them."""

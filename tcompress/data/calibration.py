@@ -1,4 +1,4 @@
-"""Batches of calibration data for a model, from files or from what ships."""
+"""Batches of calibration data for a model, from files or from what ships, and all of its texts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ from tcompress.data.pictures import decode
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.data.tables import (
     Kind,
+    Table,
     all_empty,
     columns_of,
+    content,
     draw_cells,
     draw_texts,
     hash_of,
@@ -58,6 +60,7 @@ from tcompress.options.convert_options import FEWEST, Calibration
 
 MOST_PICTURES = 256
 MOST_SOUNDS = 64
+_ROWS = 1000  # read at a time
 
 
 def builtin_texts() -> list[str]:
@@ -241,8 +244,8 @@ class _Sources:
                 # Without it real pictures would be scaled in a way that the model never saw.
                 read = image_reader(self._source, needed=True)
                 channels = image_shape(self._source.config)[0]
-                for content in draw_cells(table, chosen["image"], self._share, options.seed):
-                    pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
+                for picture in draw_cells(table, chosen["image"], self._share, options.seed):
+                    pixels = decode(cast(bytes, picture), channels, f"`{table.label}`")
                     frames.append(read(self._hashed(pixels)))
             if not texts and not frames:
                 raise all_empty(table, ", ".join(f"`{name}`" for name in used_columns))
@@ -419,3 +422,49 @@ def _batches(
             yield collate([item.inputs for item in chunk], pad)
             for item in chunk:
                 item.inputs.clear()  # pictures take memory
+
+
+class WholeTexts(NamedTuple):
+    """All texts of one source of data; to be read before the next source is asked for."""
+
+    name: str  # such as `train.csv:text`
+    rows: int
+    chunks: Iterator[list[list[str]]]  # some rows at a time, each with its texts
+
+    @classmethod
+    def of(cls, source: SourceModel, options: Calibration, tokenizer: Any) -> Iterator[WholeTexts]:
+        """List the sources that a calibration names; its columns are those that it reads.
+
+        Chats are written by the tokenizer's template.
+        """
+        model, inputs = source.model_class.__name__, inputs_of(source)
+        kinds: set[Kind] = {"text", "image"} if inputs.image else {"text"}
+        for name in options.source:
+            if name == "builtin":
+                texts = builtin_texts()
+                yield cls("builtin text", len(texts), iter([[[text] for text in texts]]))
+                continue
+            with opened(name, options.split) as table:
+                has, single = table.rows.column_names, len(options.source) == 1
+                named = [column for column in options.columns if column in has or single]
+                columns = columns_of(table, named, kinds, {"text"}, model)["text"]
+                label = label_among(options.source, name, table.label)
+                if table.rows.info.builder_name != "text":
+                    label += f":{','.join(columns)}"
+                chunks = _chunks(table, columns, ChatWriter(tokenizer, table.label))
+                yield cls(label, len(table.rows), chunks)
+
+
+def _chunks(
+    table: Table, columns: tuple[str, ...], writer: ChatWriter
+) -> Iterator[list[list[str]]]:
+    rows, empty = table.rows.select_columns([*columns]), True
+    for first in range(0, len(rows), _ROWS):
+        part = rows[first : first + _ROWS]
+        cells = zip(*(part[column] for column in columns), strict=True)
+        texts = [[content(writer(cell)) for cell in row] for row in cells]
+        yield [[text for text in row if isinstance(text, str)] for row in texts]
+        empty = empty and not any(map(any, texts))
+    writer.close()
+    if empty:
+        raise all_empty(table, listed(columns))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
 from math import inf
 from pathlib import Path
@@ -16,9 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from tcompress.data.inputs import Inputs, decoder_start, image_shape, longest_text, vocabulary_size
+from tcompress.data.inputs import (
+    Inputs,
+    decoder_start,
+    image_shape,
+    inputs_of,
+    longest_text,
+    vocabulary_size,
+)
 from tcompress.data.pictures import Pixels
-from tcompress.errors import DataError, first_line
+from tcompress.errors import DataError, first_line, read_json
 from tcompress.models import SourceModel
 from tcompress.progress import tell
 
@@ -118,19 +124,14 @@ class TextEncoder:
         columns = self.tokenizer(texts, max_length=self.third - len(last), **options)
         return [[*tokens, *last] for tokens in columns["input_ids"]]
 
-    def encode_whole(self, texts: Sequence[str]) -> Iterator[list[int]]:
+    def encode_whole(self, texts: Sequence[str], *, targets: bool = False) -> Iterator[list[int]]:
+        """Yield all tokens of each text; of `targets`, which a decoder is to write, `limit`."""
         for first in range(0, len(texts), _CHUNK):
             chunk = list(texts[first : first + _CHUNK])
-            for text, tokens in zip(chunk, self.tokenizer(chunk)["input_ids"], strict=True):
-                self._check(tokens, text)
-                yield tokens
-
-    def encode_targets(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Yield the tokens of each text, at most `limit`, as a decoder is to write them."""
-        for first in range(0, len(texts), _CHUNK):
-            chunk = list(texts[first : first + _CHUNK])
-            # Tokenizers of translation models write another language than they read.
-            columns = self.tokenizer(text_target=chunk, truncation=True, max_length=self.limit)
+            if targets:  # tokenizers of translation models write another language than they read
+                columns = self.tokenizer(text_target=chunk, truncation=True, max_length=self.limit)
+            else:
+                columns = self.tokenizer(chunk)
             for text, tokens in zip(chunk, columns["input_ids"], strict=True):
                 self._check(tokens, text)
                 yield tokens
@@ -299,8 +300,8 @@ def has_processor_file(source: SourceModel) -> bool:
 def _options(source: SourceModel) -> dict[str, Any]:
     """Settings in the files of an image processor, which cannot be opened without Pillow."""
     for name in ("preprocessor_config.json", "processor_config.json"):
-        with suppress(OSError, ValueError, AttributeError):
-            options = json.loads((source.folder / name).read_text(encoding="utf-8"))
+        with suppress(ValueError, AttributeError):
+            options = read_json(source.folder / name)
             if name == "processor_config.json":
                 options = options.get("image_processor", {})
             if isinstance(options, dict) and options:
@@ -336,3 +337,73 @@ def plain_reader(source: SourceModel) -> Callable[[Pixels], Tensor]:
         return (values * factor - mean) / spread
 
     return read
+
+
+def check_seq2seq(source: SourceModel) -> None:
+    """Refuse a model that does not make a text of another one.
+
+    Raises:
+        DataError: It has no encoder, no decoder, or its family has no head for that.
+    """
+    if _head_of(source) is None or not inputs_of(source).decoder:
+        raise DataError(
+            f"`{source.id}` is a `{source.model_class.__name__}`, and the task `seq2seq` needs an "
+            "encoder with a decoder",
+            "give a model such as T5 or BART, or choose another task (`causal-lm`: text alone)",
+        )
+
+
+def encode_seq2seq(
+    source: SourceModel,
+    encoder: TextEncoder,
+    texts: Sequence[str],
+    targets: Sequence[str],
+    name: str,
+) -> list[dict[str, Tensor]]:
+    """Write pairs of texts as a model's inputs, with `labels`; nothing is padded.
+
+    Label t is what the decoder is to write once it has read its inputs 0 to t.
+
+    Args:
+        source: The model, whose class says how labels are shifted.
+        encoder: Writes texts as its inputs.
+        texts: Texts that the encoder reads.
+        targets: Texts that the decoder writes.
+        name: Of the data, for errors.
+
+    Raises:
+        DataError: A text has no token.
+    """
+    rows, shifted = encoder.encode(texts), _shift_of(source)
+    for row, tokens in zip(rows, encoder.encode_whole(targets, targets=True), strict=True):
+        if not row or not tokens:
+            raise DataError(f"`{name}` has texts without any token", "remove rows with empty texts")
+        labels = torch.tensor(tokens)
+        row |= {"labels": labels, "decoder_input_ids": shifted(labels)}
+        if "decoder_attention_mask" in encoder.inputs.names:
+            row["decoder_attention_mask"] = torch.ones_like(labels)
+    return rows
+
+
+def _head_of(source: SourceModel) -> Any:
+    """Class of a model's family that makes texts of others, if there is one."""
+    from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING as KINDS
+
+    kind = KINDS.get(type(source.config), None)
+    return kind[0] if isinstance(kind, tuple | list) else kind
+
+
+def _shift_of(source: SourceModel) -> Callable[[Tensor], Tensor]:
+    """Shift of a family: one token behind its start, unless it begins with that of a language.
+
+    Gives a decoder's inputs, by labels.  # (tokens,) -> (tokens,).
+    """
+    start = decoder_start(source)
+    model = replace(source, model_class=_head_of(source)).meta_model()
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    # A config may leave the start to `generation_config.json`, which classes do not read.
+    if shift is not None:
+        with suppress(TypeError, ValueError, RuntimeError):
+            shift(torch.tensor([[start, start]]))
+            return lambda labels: shift(labels[None])[0]  # type: ignore[no-any-return]
+    return lambda labels: torch.cat([labels.new_tensor([start]), labels[:-1]])

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tcompress.data.content import kind_of_bytes, kind_of_text, tagged_rows
 from tcompress.data.dialects import EMPTY, dialect_of, types_that_differ
 from tcompress.data.folders import (
     IMAGES,
@@ -29,7 +28,14 @@ from tcompress.data.folders import (
     with_written_pictures,
 )
 from tcompress.data.json_forms import as_lines, first_bad_line
-from tcompress.data.plain_files import ending, in_utf8, unpacked
+from tcompress.data.plain_files import (
+    ending,
+    in_utf8,
+    kind_of_bytes,
+    kind_of_text,
+    tagged_rows,
+    unpacked,
+)
 from tcompress.errors import DataError, counted, folder_content, listed
 from tcompress.progress import tell
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tcompress.blockwise.output_sampler import LEFT_OUT
-from tcompress.data.encoding import TextEncoder, image_reader
+from tcompress.data.encoding import TextEncoder, check_seq2seq, encode_seq2seq, image_reader
 from tcompress.data.examples import Examples
 from tcompress.data.grids import as_input
 from tcompress.data.inputs import (
@@ -27,7 +27,6 @@ from tcompress.data.inputs import (
 )
 from tcompress.data.pictures import decode
 from tcompress.data.sentences import PLAIN, SentenceEncoder
-from tcompress.data.source_target import SourceTargetEncoder, check_seq2seq
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.training.batches import Encoded, Row, Text
@@ -138,7 +137,7 @@ class ExampleEncoder:
 
     def _source_target(self, encoder: TextEncoder, examples: Examples) -> Encoded:
         sources, targets = examples.texts
-        rows = SourceTargetEncoder.of(self.source, encoder).rows(sources, targets, examples.name)
+        rows = encode_seq2seq(self.source, encoder, sources, targets, examples.name)
         encoded = Encoded.of([(row,) for row in rows])
         # What a teacher computes has rows for the tokens of two texts: too little to cache it by.
         encoded.is_fixed = False

@@ -12,6 +12,7 @@ from torch import nn
 
 from tcompress.artifact.averages import AGREEMENT, main_of
 from tcompress.compression import static_row
+from tcompress.compression.attempts import Measured
 from tcompress.compression.effort import Effort
 from tcompress.compression.table import Row, kept_layers, layers_that_reach
 from tcompress.compression.working import DENSE, Work
@@ -75,11 +76,10 @@ def _static(work: Work) -> list[Row]:
 def _fewer_layers(work: Work, dense: Row) -> list[Row]:
     """Measure the most whole layers that reach the goal, as they are."""
     blocks = roles_of(work.source).blocks
-    layers = [layer for block in blocks for layer in block.layers]
-    numbers = sum(layer.parameters for layer in layers)
-    each = numbers // max(1, len(blocks)) * (4 if work.runtime == "torch" else 1)
-    reaching = (work.goal.speedup, dense.speedup, work.goal.bytes, dense.bytes, max(1, each))
-    count = layers_that_reach(len(blocks), *reaching)
+    numbers = sum(layer.parameters for block in blocks for layer in block.layers)
+    each = max(1, numbers // max(1, len(blocks)) * (4 if work.runtime == "torch" else 1))
+    measured = Measured(dense.bytes, dense.speedup)
+    count = layers_that_reach(len(blocks), work.goal, measured, each)
     if not 0 < count < len(blocks):
         return []
     name = f"{count} of {len(blocks)} layers, not healed"

@@ -39,7 +39,7 @@ from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
 from tcompress.processes import Crew
 from tcompress.progress import Progress, Silent
-from tcompress.runtimes.installed import require_onnx
+from tcompress.runtimes.installed import require
 
 LEAST_MINUTES = 0.2
 """Time of healing below which none is begun: a model is opened, and hardly a step is taken."""
@@ -118,7 +118,7 @@ def _check(output: Path, settings: Compress, force: bool) -> None:
         check_data([*settings.data, *settings.test_data])
     if settings.runtime != "torch":
         with problems.collected():
-            require_onnx()
+            require("onnx")
     problems.report()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tcompress.artifact.checksums import digest_of, seal
 from tcompress.artifact.manifest import Alternative, Interval, read_manifest, write_manifest
+from tcompress.compression.attempts import Goal, Measured
 from tcompress.exports.onnx_folder import with_files
 from tcompress.fields import RuntimeName
 from tcompress.files import write_text
@@ -74,20 +75,13 @@ def kept_layers(count: int, kept: int) -> tuple[int, ...]:
     return tuple((place + 1) * count // kept - 1 for place in range(kept))
 
 
-def layers_that_reach(
-    count: int,
-    speedup: float | None,
-    dense_speedup: float,
-    most_bytes: int | None,
-    dense_bytes: int,
-    layer_bytes: int,
-) -> int:
+def layers_that_reach(count: int, goal: Goal, dense: Measured, layer_bytes: int) -> int:
     """Tell how many whole layers reach a goal, if all of the time is theirs; 0 if none do."""
     kept = count
-    if speedup is not None and dense_speedup < speedup:
-        kept = min(kept, int(count * dense_speedup / speedup))
-    if most_bytes is not None and dense_bytes > most_bytes:
-        kept = min(kept, count - -(-(dense_bytes - most_bytes) // layer_bytes))
+    if goal.speedup is not None and dense.speedup < goal.speedup:
+        kept = min(kept, int(count * dense.speedup / goal.speedup))
+    if goal.bytes is not None and dense.bytes > goal.bytes:
+        kept = min(kept, count - -(-(dense.bytes - goal.bytes) // layer_bytes))
     return max(0, kept)
 
 

@@ -59,19 +59,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """One conversion of the model that was given, or the healing of a conversion.
+    """One conversion of the model that was given, or the healing of a conversion."""
 
-    Attributes:
-        settings: How it is done.
-        folder: What is written.
-        narrowed: The conversion that is healed.
-        statistics: What conversions share that one process makes.
-    """
-
-    settings: Convert | Finetune
-    folder: Path
-    narrowed: Path | None = None
-    statistics: Statistics | None = None
+    settings: Convert | Finetune  # how it is done
+    folder: Path  # what is written
+    narrowed: Path | None = None  # the conversion that is healed
+    statistics: Statistics | None = None  # what conversions share that one process makes
 
 
 @dataclass(frozen=True)

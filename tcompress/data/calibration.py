@@ -21,10 +21,9 @@ from tcompress.data import synthetic
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import (
     TextEncoder,
-    has_processor_file,
     image_reader,
-    pieces_of,
     plain_reader,
+    processor_settings,
 )
 from tcompress.data.examples import Needs, load_examples
 from tcompress.data.grids import as_input
@@ -238,7 +237,7 @@ class _Sources:
                 writer.close()
                 if self._encoder is not None and not inputs.image:
                     where = table.label, len(table.rows) * len(chosen["text"])
-                    pieces = pieces_of(texts, self.most, self._encoder, *where)
+                    pieces = self._encoder.pieces(texts, self.most, *where)
                     texts += self._hashed_texts(pieces)
             if chosen.get("image"):
                 # Without it real pictures would be scaled in a way that the model never saw.
@@ -293,7 +292,7 @@ class _Sources:
     def _pictures(self) -> _SourceData:
         channels, height, width = image_shape(self._source.config)
         count = frames_of(self._source.config)
-        missing = count or not has_processor_file(self._source)
+        missing = count or not processor_settings(self._source)
         lack = ", without the model's image processor" if missing else ""
         read = plain_reader(self._source) if count else image_reader(self._source, needed=False)
 

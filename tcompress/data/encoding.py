@@ -136,18 +136,26 @@ class TextEncoder:
                 self._check(tokens, text)
                 yield tokens
 
-    def pieces(self, texts: Sequence[str], count: int) -> tuple[list[str], int]:
-        """Cut what goes beyond a sample off long texts: up to `count` further samples, in turns.
+    def pieces(self, texts: Sequence[str], count: int, name: str, cells: int) -> list[str]:
+        """Cut further samples off long texts, in turns, up to `count` in all.
 
-        Also gives the number of texts that are longer than a sample.
+        Tells what is not read. The texts were drawn from so many `cells` of the data called `name`.
         """
         room = self.limit - self.tokenizer.num_special_tokens_to_add()
+        more = max(0, count - len(texts))
         # No token stands for less than a byte, so that short texts need no counting.
         long = [text for text in texts if len(text.encode()) > room > 0]
-        reach = 16 * room * (count + 2)  # characters, so that a file in one line is not all read
+        reach = 16 * room * (more + 2)  # characters, so that a file in one line is not all read
         parts = [part for text in long if (part := list(self._cut(text[:reach], room)))]
         turns = chain.from_iterable(zip_longest(*parts))
-        return list(islice((piece for piece in turns if piece), count)), len(parts)
+        pieces = list(islice((piece for piece in turns if piece), more))
+        if cells > len(texts) == count:
+            tell(f"{name}: {count:,} of {cells:,} texts are drawn")
+        if parts:
+            read = f"longer than {self.limit} tokens: {len(parts):,}; further samples cut off them:"
+            beyond = "; what is beyond is not read" if len(texts) + len(pieces) >= count else ""
+            tell(f"{name}: texts {read} {len(pieces):,}{beyond}")
+        return pieces
 
     def _cut(self, text: str, room: int) -> Iterator[str]:
         """Cut a text after so many tokens, between words where there are any; skip the first."""
@@ -189,23 +197,6 @@ class TextEncoder:
                 f"but the model knows only the tokens 0 to {self.vocabulary - 1}",
                 f"put the model's own tokenizer into its folder, or {_WITHOUT}",
             )
-
-
-def pieces_of(
-    texts: Sequence[str], count: int, encoder: TextEncoder, name: str, cells: int
-) -> list[str]:
-    """Cut further samples off long texts, up to `count` in all; tells what is not read.
-
-    The texts were drawn from so many `cells` of the data called `name`.
-    """
-    pieces, long = encoder.pieces(texts, max(0, count - len(texts)))
-    if cells > len(texts) == count:
-        tell(f"{name}: {count:,} of {cells:,} texts are drawn")
-    if long:
-        read = f"longer than {encoder.limit} tokens: {long:,}; further samples cut off them: "
-        beyond = "; what is beyond is not read" if len(texts) + len(pieces) >= count else ""
-        tell(f"{name}: texts {read}{len(pieces):,}{beyond}")
-    return pieces
 
 
 def load_tokenizer(folder: Path, *, trust: bool = False, lower: bool = False) -> Any:
@@ -292,13 +283,8 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
     return read
 
 
-def has_processor_file(source: SourceModel) -> bool:
-    """Tell whether the model's folder says how its pictures are prepared."""
-    return bool(_options(source))
-
-
-def _options(source: SourceModel) -> dict[str, Any]:
-    """Settings in the files of an image processor, which cannot be opened without Pillow."""
+def processor_settings(source: SourceModel) -> dict[str, Any]:
+    """Read how pictures are prepared, which cannot be opened without Pillow; {} if none is said."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         with suppress(ValueError, AttributeError):
             options = read_json(source.folder / name)
@@ -311,7 +297,7 @@ def _options(source: SourceModel) -> dict[str, Any]:
 
 def plain_reader(source: SourceModel) -> Callable[[Pixels], Tensor]:
     """Resize, rescale and normalise without Pillow; for pictures of the model's own proportions."""
-    options = _options(source)
+    options = processor_settings(source)
     channels, height, width = image_shape(source.config)
     cropped = options.get("do_center_crop") and options.get("crop_size")
     target = cropped or options.get("size")

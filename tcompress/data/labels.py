@@ -35,9 +35,6 @@ class Classes:
         return len(self.names)
 
 
-NO_CLASSES = Classes()
-
-
 def classes_of_names(names: Sequence[str], *, several: bool = False) -> Classes:
     """Make classes of names; names such as `2` or `LABEL_2` are numbers as well."""
     called = [_called(name) for name in names]

@@ -158,10 +158,8 @@ def read_file(path: Path, split: str, cache: Path) -> Any:
         plain = in_utf8(plain, cache, path.name)
         kind = kind_of_text(plain, kind, path.name)
     if kind == "tagged":
-        rows, how = (
-            datasets.Dataset.from_list([*tagged_rows(plain)]),
-            "lines that begin with labels",
-        )
+        rows = datasets.Dataset.from_list([*tagged_rows(plain)])
+        how = "lines that begin with labels"
     elif kind in ("csv", "tabs"):
         usual = "\t" if kind == "tabs" else _SEPARATORS.get(ending(path), ",")
         dialect = dialect_of(plain, path.name, usual)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 from torch import Tensor
 
-from tcompress.data.encoding import has_processor_file, image_reader
+from tcompress.data.encoding import image_reader, processor_settings
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.grids import Windows, as_input
 from tcompress.data.inputs import VOLUMES, grid_shape, image_shape, inputs_of, window_of
@@ -167,7 +167,7 @@ class ImageClassification(_GridTask):
     input_name = "pixel_values"
 
     def prepare(self) -> Prepared:
-        if not has_processor_file(self.source):
+        if not processor_settings(self.source):
             hint = "add its `preprocessor_config.json`"
             raise DataError(f"`{self.source.folder}` has no usable image processor", hint)
         return super().prepare()

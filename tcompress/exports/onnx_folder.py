@@ -54,7 +54,7 @@ from tcompress.models.names import (
 )
 from tcompress.options.commands import OnnxFiles
 from tcompress.progress import Progress, Silent
-from tcompress.runtimes.installed import require_onnx, require_openvino
+from tcompress.runtimes.installed import require
 from tcompress.runtimes.sessions import OnnxModel, OnnxModule, OpenvinoModel, bytes_of
 
 FOLDER = "onnx"
@@ -105,10 +105,8 @@ def export_onnx(
         WriteError: A file computes something else than the model in PyTorch.
     """
     settings, progress = settings or OnnxFiles(), progress or Silent()
-    if to == "onnx":
-        require_onnx()
-    else:
-        require_openvino()
+    require(to)
+    if to == "openvino":
         settings.refuse_bits()
     output = Path(output).expanduser().absolute()
     source = open_checked(str(model), token=token, trust=trust_remote_code)
@@ -390,13 +388,10 @@ class RuntimeFiles:
 
         An `InputError` says that it is not installed, or that the model has no form for it.
         """
-        require_onnx()
-        path = self._stored(source, runtime) or self._new(source, runtime)
-        return OnnxModule(OnnxModel.open(path, threads), source.config)
-
-    def _stored(self, source: SourceModel, runtime: RuntimeName) -> Path | None:
+        require("onnx")
         paths = (sorted((source.folder / FOLDER).glob(pattern)) for pattern in _FILES[runtime])
-        return next(chain.from_iterable(paths), None)
+        path = next(chain.from_iterable(paths), None) or self._new(source, runtime)
+        return OnnxModule(OnnxModel.open(path, threads), source.config)
 
     def _new(self, source: SourceModel, runtime: RuntimeName) -> Path:
         output = self.scratch / f"{source.store.fingerprint()}-{runtime}"

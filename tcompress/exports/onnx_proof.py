@@ -188,7 +188,7 @@ def _inside(value: NDArray[Any], inputs: Mapping[str, Tensor]) -> NDArray[Any]:
     return value[mask[:, -ids.shape[1] :].numpy().astype(bool)]  # it may be of a cache too
 
 
-def runtime_versions(runtime: ExportFormat = "onnx") -> dict[str, str]:
+def runtime_versions(runtime: ExportFormat) -> dict[str, str]:
     """Versions that a file depends on."""
     last = "onnxruntime" if runtime == "onnx" else "openvino"
     return {name: version(name) for name in ("onnx", last, "onnxscript")}

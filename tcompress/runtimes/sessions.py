@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from tcompress.errors import InputError, first_line
-from tcompress.runtimes.installed import require_onnx, require_openvino
+from tcompress.runtimes.installed import require
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -40,7 +40,7 @@ class OnnxModel:
         Raises:
             InputError: ONNX Runtime is not installed, or cannot read the file.
         """
-        require_onnx("onnxruntime")
+        require("onnx", "onnxruntime")
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -169,7 +169,7 @@ class OpenvinoModel:
 
         OpenVINO itself would take bfloat16 on processors that have instructions for it.
         """
-        require_openvino("openvino")
+        require("openvino", "openvino")
         import openvino
 
         hints = {

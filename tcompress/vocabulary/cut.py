@@ -36,6 +36,7 @@ from tcompress.vocabulary.tokenizer_files import (
     MAIN,
     processor_ids,
     renumbered,
+    renumbered_pieces,
     required_ids,
     rewrite_folder,
     tokenizer_json,
@@ -111,8 +112,7 @@ class ModelTokens:
 
     def rewrite(self, folder: Path, numbers: Mapping[int, int]) -> None:
         """Write the tokenizer's files in a folder anew, for tokens with new numbers."""
-        ids = {piece: numbers[i] for piece, i in self.pieces.ids.items() if i in numbers}
-        model = self.pieces.cut(dict(sorted(ids.items(), key=lambda item: item[1])))
+        model = self.pieces.cut(renumbered_pieces(self.pieces.ids, numbers))
         rewrite_folder(folder, tokenizer_json(self.settings, model, numbers), numbers)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import nn
 
 from tcompress.artifact.averages import AGREEMENT, main_of
@@ -115,7 +116,7 @@ def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
 
 def _kept(work: Work, name: str, runtime: RuntimeName) -> Row | None:
     """Read what was measured before an interruption."""
-    rows = (Row.of_json(note["row"]) for note in work.place.notes("row"))
+    rows = (TypeAdapter(Row).validate_python(note["row"]) for note in work.place.notes("row"))
     return next((row for row in rows if (row.name, row.runtime) == (name, runtime)), None)
 
 

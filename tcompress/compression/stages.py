@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 import tcompress
 from tcompress import files
@@ -93,7 +94,7 @@ def compress(
         place = Workplace(output, identity, force=force)
         with place.working():
             if place.published:  # a kill came after it
-                finished = Compressed.of_json(place.result or {})
+                finished = TypeAdapter(Compressed).validate_python(place.result)
                 place.discard()
                 return finished
             if not place.resumed:  # the model smaller and healed, and both models in the runtime

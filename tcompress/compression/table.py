@@ -38,12 +38,6 @@ class Row:
     agreement: float | None = None
     """With the dense model in PyTorch, on the labelled data; without, on texts held out."""
 
-    @classmethod
-    def of_json(cls, data: dict[str, Any]) -> Row:
-        """Read it from plain data."""
-        interval = data["interval"]
-        return cls(**{**data, "interval": None if interval is None else tuple(interval)})
-
 
 @dataclass(frozen=True)
 class Compressed:
@@ -61,13 +55,6 @@ class Compressed:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder)}
-
-    @classmethod
-    def of_json(cls, data: dict[str, Any]) -> Compressed:
-        """Read what `to_json` gives."""
-        rows = tuple(map(Row.of_json, data["rows"]))
-        words = {name: tuple(data[name]) for name in ("missed", "notes")}
-        return cls(**{**data, **words, "folder": Path(data["folder"]), "rows": rows})
 
 
 def kept_layers(count: int, kept: int) -> tuple[int, ...]:

@@ -262,7 +262,7 @@ def perform(
     source: SourceModel,
     job: Job,
     progress: Progress | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> None:
     """Do a job; several processes do it together."""
     if isinstance(job.settings, Convert):

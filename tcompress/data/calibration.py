@@ -22,6 +22,7 @@ from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import (
     TextEncoder,
     image_reader,
+    pixels_of,
     plain_reader,
     processor_settings,
 )
@@ -39,7 +40,6 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     window_of,
 )
-from tcompress.data.pictures import decode
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.data.tables import (
     Kind,
@@ -244,7 +244,7 @@ class _Sources:
                 read = image_reader(self._source, needed=True)
                 channels = image_shape(self._source.config)[0]
                 for picture in draw_cells(table, chosen["image"], self._share, options.seed):
-                    pixels = decode(cast(bytes, picture), channels, f"`{table.label}`")
+                    pixels = pixels_of(cast(bytes, picture), channels, f"`{table.label}`")
                     frames.append(read(self._hashed(pixels)))
             if not texts and not frames:
                 raise all_empty(table, ", ".join(f"`{name}`" for name in used_columns))
@@ -458,8 +458,7 @@ def _chunks(
     table: Table, columns: tuple[str, ...], writer: ChatWriter
 ) -> Iterator[list[list[str]]]:
     rows, empty = table.rows.select_columns([*columns]), True
-    for first in range(0, len(rows), _ROWS):
-        part = rows[first : first + _ROWS]
+    for part in rows.iter(batch_size=_ROWS):
         cells = zip(*(part[column] for column in columns), strict=True)
         texts = [[content(writer(cell)) for cell in row] for row in cells]
         yield [[text for text in row if isinstance(text, str)] for row in texts]

@@ -234,14 +234,12 @@ def _joined(parts: Sequence[Any], files: Sequence[Path]) -> Any:
             raise _apart(parts, files) from error
         features = datasets.Features.from_arrow_schema(joint)
         classes = [
-            [part.features[name] for name in names if hasattr(part.features[name], "names")]
+            {name: item for name, item in part.features.items() if hasattr(item, "names")}
             for part in parts
         ]
-        if any(names_of != classes[0] for names_of in classes):
+        if any(of_part != classes[0] for of_part in classes):
             raise _apart(parts, files)
-        features |= {
-            name: feature for name, feature in first.features.items() if hasattr(feature, "names")
-        }
+        features |= classes[0]
         parts = [part.select_columns(names).cast(features) for part in parts]
     return datasets.concatenate_datasets(list(parts))
 

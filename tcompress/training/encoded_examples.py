@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from tcompress.blockwise.output_sampler import LEFT_OUT
-from tcompress.data.encoding import TextEncoder, check_seq2seq, encode_seq2seq, image_reader
+from tcompress.data.encoding import (
+    TextEncoder,
+    check_seq2seq,
+    encode_seq2seq,
+    image_reader,
+    pixels_of,
+)
 from tcompress.data.examples import Examples
 from tcompress.data.grids import as_input
 from tcompress.data.inputs import (
@@ -25,7 +31,6 @@ from tcompress.data.inputs import (
     image_shape,
     inputs_of,
 )
-from tcompress.data.pictures import decode
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
@@ -181,7 +186,7 @@ class ExampleEncoder:
             return lambda index: {VOLUMES: as_input(volumes[index])}
         process = image_reader(self.source, needed=True)
         channels, name = image_shape(self.source.config)[0], f"`{examples.name}`"
-        return lambda index: {"pixel_values": process(decode(images[index], channels, name))}
+        return lambda index: {"pixel_values": process(pixels_of(images[index], channels, name))}
 
     def _series(self, examples: Examples) -> Encoded:
         windows = examples.windows

@@ -441,7 +441,7 @@ def encode_seq2seq(
     Raises:
         DataError: A text has no token.
     """
-    rows, shifted = encoder.encode(texts), _shift_of(source)
+    shifted, rows = _shift_of(source), encoder.encode(texts)
     for row, tokens in zip(rows, encoder.encode_whole(targets, targets=True), strict=True):
         if not row or not tokens:
             raise DataError(f"`{name}` has texts without any token", "remove rows with empty texts")

@@ -14,7 +14,7 @@ from tcompress.evaluation import measuring
 from tcompress.evaluation.scores import Baseline, ModelScores
 from tcompress.exports import onnx_folder
 from tcompress.exports.dense import export_dense
-from tcompress.exports.runtime_files import RuntimeFiles
+from tcompress.exports.onnx_folder import RuntimeFiles
 from tcompress.fields import ExportFormat
 from tcompress.inspection import inspect_model as inspect
 from tcompress.latency import benchmark

@@ -22,7 +22,7 @@ def bench(call: Timed, wanted: BenchOptions, trust: Trust, manner: Manner) -> No
     with first_look() as look:
         look.models(*call.models, call.against)
     reach(*call.models, call.against)
-    from tcompress.exports.runtime_files import RuntimeFiles
+    from tcompress.exports.onnx_folder import RuntimeFiles
     from tcompress.latency.benchmark import bench as measure
     from tcompress.reporting.console import speed_table
 

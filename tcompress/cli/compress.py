@@ -17,7 +17,7 @@ from tcompress.compression.table import PAGE, columns
 from tcompress.models.names import default_output_name
 from tcompress.options.commands import Hub, Manner, OneModel, Planned, Written
 from tcompress.options.compress_options import Compress
-from tcompress.runtimes.installed import require_onnx
+from tcompress.runtimes.installed import require
 
 if TYPE_CHECKING:
     from tcompress.compression import Compressed
@@ -43,7 +43,7 @@ def compress(
     folder = Path(written.output or default_output_name(one.model, "small"))
     with first_look() as look:
         if goal.runtime != "torch":
-            look.check(require_onnx)
+            look.check(require, "onnx")
         look.check(check_output, folder.expanduser().absolute(), force=written.force)
         look.models(one.model)
         look.data([*goal.data, *goal.test_data])

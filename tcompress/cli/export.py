@@ -11,7 +11,7 @@ from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, say, shown_progress, tell
 from tcompress.errors import InputError
 from tcompress.options.commands import Exported, Hub, Manner, OnnxFiles, Written
-from tcompress.runtimes.installed import require_onnx, require_openvino
+from tcompress.runtimes.installed import require
 
 EXAMPLES = (
     "tcompress export minilm-svd --to onnx --int8 -o minilm-onnx",
@@ -29,10 +29,8 @@ def export(call: Exported, files: OnnxFiles, written: Written, hub: Hub, manner:
     output, local = folder.expanduser().absolute(), model.expanduser()
     inside = output.is_dir() and local.is_dir() and output.samefile(local)
     with first_look() as look:
-        if to == "onnx":
-            look.check(require_onnx)
-        else:
-            look.check(require_openvino)
+        look.check(require, to)
+        if to == "openvino":
             look.check(files.refuse_bits)
         look.models(call.model)
         look.check(check_output, output, force=written.force or inside)

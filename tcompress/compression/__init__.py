@@ -3,7 +3,7 @@
 Open `stages.py` first: it calls the others in their order.
 """
 
-from tcompress.compression.jobs import follow as follow
 from tcompress.compression.stages import compress as compress
 from tcompress.compression.table import Compressed as Compressed
 from tcompress.compression.table import Row as Row
+from tcompress.compression.working import follow as follow

@@ -8,10 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import nn
 
 from tcompress.artifact.averages import AGREEMENT, main_of
 from tcompress.compression import static_row
+from tcompress.compression.attempts import Measured
 from tcompress.compression.effort import Effort
 from tcompress.compression.table import Row, kept_layers, layers_that_reach
 from tcompress.compression.working import DENSE, Work
@@ -75,11 +77,10 @@ def _static(work: Work) -> list[Row]:
 def _fewer_layers(work: Work, dense: Row) -> list[Row]:
     """Measure the most whole layers that reach the goal, as they are."""
     blocks = roles_of(work.source).blocks
-    layers = [layer for block in blocks for layer in block.layers]
-    numbers = sum(layer.parameters for layer in layers)
-    each = numbers // max(1, len(blocks)) * (4 if work.runtime == "torch" else 1)
-    reaching = (work.goal.speedup, dense.speedup, work.goal.bytes, dense.bytes, max(1, each))
-    count = layers_that_reach(len(blocks), *reaching)
+    numbers = sum(layer.parameters for block in blocks for layer in block.layers)
+    each = max(1, numbers // max(1, len(blocks)) * (4 if work.runtime == "torch" else 1))
+    measured = Measured(dense.bytes, dense.speedup)
+    count = layers_that_reach(len(blocks), work.goal, measured, each)
     if not 0 < count < len(blocks):
         return []
     name = f"{count} of {len(blocks)} layers, not healed"
@@ -115,7 +116,7 @@ def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
 
 def _kept(work: Work, name: str, runtime: RuntimeName) -> Row | None:
     """Read what was measured before an interruption."""
-    rows = (Row.of_json(note["row"]) for note in work.place.notes("row"))
+    rows = (TypeAdapter(Row).validate_python(note["row"]) for note in work.place.notes("row"))
     return next((row for row in rows if (row.name, row.runtime) == (name, runtime)), None)
 
 

@@ -11,8 +11,7 @@ from tcompress import files, processes
 from tcompress.artifact.manifest import read_manifest
 from tcompress.compression.attempts import Ask, Attempt, Goal, Measured, best, next_ask
 from tcompress.compression.forecast import bytes_of_weights, reason_of, smaller_ways
-from tcompress.compression.jobs import Job
-from tcompress.compression.working import Work
+from tcompress.compression.working import Job, Work
 from tcompress.errors import PlanError
 from tcompress.options import Convert
 from tcompress.options.choose import conversion

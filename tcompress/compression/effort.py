@@ -88,8 +88,7 @@ class Needs:
     def of(cls, source: SourceModel, settings: Compress) -> Needs:
         """Estimate both for a model on this machine as it is now; its weights are not read."""
         blocks = roles_of(source).blocks
-        layers = [layer for block in blocks for layer in block.layers]
-        numbers = sum(layer.parameters for layer in layers)
+        numbers = sum(layer.parameters for block in blocks for layer in block.layers)
         batch, length = settings.batch_and_length
         with threads(settings.threads):
             tokens = 2 * numbers / _products_per_second()  # seconds of one

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 import tcompress
 from tcompress import files
@@ -25,10 +26,8 @@ from tcompress.compression.baselines import SHIPPED, baselines, measurement, row
 from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
 from tcompress.compression.effort import Effort, Needs, minutes_text
 from tcompress.compression.forecast import check_size
-from tcompress.compression.jobs import Job, perform
-from tcompress.compression.records import write_records
-from tcompress.compression.table import Compressed, Row, usage_of
-from tcompress.compression.working import DENSE, Say, Work, file_of
+from tcompress.compression.table import Compressed, Row, usage_of, write_records
+from tcompress.compression.working import DENSE, Job, Say, Work, file_of, perform
 from tcompress.data.inputs import inputs_of
 from tcompress.data.tables import check_data
 from tcompress.errors import InputError, Problems
@@ -41,7 +40,7 @@ from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
 from tcompress.processes import Crew
 from tcompress.progress import Progress, Silent
-from tcompress.runtimes.installed import require_onnx
+from tcompress.runtimes.installed import require
 
 LEAST_MINUTES = 0.2
 """Time of healing below which none is begun: a model is opened, and hardly a step is taken."""
@@ -95,7 +94,7 @@ def compress(
         place = Workplace(output, identity, force=force)
         with place.working():
             if place.published:  # a kill came after it
-                finished = Compressed.of_json(place.result or {})
+                finished = TypeAdapter(Compressed).validate_python(place.result)
                 place.discard()
                 return finished
             if not place.resumed:  # the model smaller and healed, and both models in the runtime
@@ -120,7 +119,7 @@ def _check(output: Path, settings: Compress, force: bool) -> None:
         check_data([*settings.data, *settings.test_data])
     if settings.runtime != "torch":
         with problems.collected():
-            require_onnx()
+            require("onnx")
     problems.report()
 
 
@@ -168,7 +167,9 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
         if work.settings.smoke:  # of every stage a little
             minutes = max(LEAST_MINUTES / 2, minutes)
         elif minutes < LEAST_MINUTES:
-            return narrowed, f"no (no time was left: `--minutes {_more_minutes(work)}` leaves some)"
+            # With so many, healing would have had as long as all that came before it.
+            more = math.ceil(2 * max(1.0, work.settings.most_minutes - work.minutes_left))
+            return narrowed, f"no (no time was left: `--minutes {more}` leaves some)"
         options: dict[str, Any] = {"minutes": minutes, "seed": work.settings.seed}
         # Half as many steps again in the same time; of accelerators healing asks itself.
         if not torch.accelerator.is_available() and multiplies_bfloat16():
@@ -266,8 +267,3 @@ def _overrun(work: Work) -> tuple[str, ...]:
     longest = max(work.place.notes("seconds"), key=lambda note: float(note["seconds"]))
     part = f"{longest['stage'].lower()} took {minutes_text(longest['seconds'] / 60)} of them"
     return (f"all took about {took} in place of {minutes_text(most)}; {part}",)
-
-
-def _more_minutes(work: Work) -> int:
-    """Minutes in which healing would have had as long as all that came before it."""
-    return math.ceil(2 * max(1.0, work.settings.most_minutes - work.minutes_left))

@@ -1,4 +1,7 @@
-"""Where `compress` works: what it reads, the files of models for a runtime, and their times."""
+"""Where `compress` works: what it reads, the files of models for a runtime, and their times.
+
+Several processes do a `Job` together: conversions, and the healing.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from torch import nn
 
+from tcompress import processes
 from tcompress.artifact.manifest import (
     ExportedFile,
     Manifest,
@@ -30,25 +35,36 @@ from tcompress.compression.effort import (
     TIMINGS,
     Effort,
 )
-from tcompress.compression.jobs import Job
+from tcompress.conversion.converter import convert
 from tcompress.data.inputs import inputs_of
 from tcompress.errors import InputError
-from tcompress.exports.onnx_folder import export_onnx
-from tcompress.exports.runtime_files import RuntimeFiles
+from tcompress.exports.onnx_folder import RuntimeFiles, export_onnx
 from tcompress.fields import RuntimeName
 from tcompress.latency.benchmark import bench, same_pass
 from tcompress.latency.paired_timing import InRuntime
 from tcompress.models import SourceModel
-from tcompress.options import Bench
+from tcompress.options import Bench, Convert, Finetune
 from tcompress.options.commands import OnnxFiles
 from tcompress.options.compress_options import Compress
 from tcompress.processes import Crew
-from tcompress.progress import Overview, Progress
+from tcompress.progress import Overview, Progress, Silent
+from tcompress.search.search import Statistics
+from tcompress.training.finetuning import finetune
 
 DENSE = "dense"
 """Name of the rows of the model that was given."""
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion of the model that was given, or the healing of a conversion."""
+
+    settings: Convert | Finetune  # how it is done
+    folder: Path  # what is written
+    narrowed: Path | None = None  # the conversion that is healed
+    statistics: Statistics | None = None  # what conversions share that one process makes
 
 
 @dataclass(frozen=True)
@@ -240,3 +256,26 @@ def _embedding_bits(manifest: Manifest | None) -> int:
     storage = None if manifest is None else manifest.plan.storage
     rounding = None if storage is None else storage.embeddings
     return 8 if rounding is None else max(4, min(8, rounding.bits))
+
+
+def perform(
+    source: SourceModel,
+    job: Job,
+    progress: Progress | None = None,
+    say: Say = lambda text: None,
+) -> None:
+    """Do a job; several processes do it together."""
+    if isinstance(job.settings, Convert):
+        shared = {"statistics": job.statistics, "progress": progress}
+        convert(source, job.settings, job.folder, force=True, **shared)  # type: ignore[arg-type]
+        return
+    model = open_checked(str(job.narrowed), trust=source.trust_remote_code)
+    heard = progress or Silent()
+    with processes.alone():  # accelerate has processes of its own
+        finetune(model, job.settings, job.folder, force=True, progress=heard, say=say)
+
+
+def follow(model: Path | str, *, token: str | None = None, trust_remote_code: bool = False) -> None:
+    """Take part in what the first process does, until it says that it is over."""
+    opened = cache(lambda: open_checked(str(model), token=token, trust=trust_remote_code))
+    processes.Crew[Job](lambda job: perform(opened(), job)).follow()

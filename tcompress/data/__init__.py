@@ -3,6 +3,6 @@
 `readers` reads files and folders of every kind as rows, `tables` opens them and knows what columns
 hold, `examples` takes labelled and unlabelled examples out (`labels` are what their classes are to
 a head), `inputs` says what a model's forward pass reads. `calibration` makes batches, of files or
-of what ships: a text, `copy_task`, and what `synthetic` draws. `generated_text` is written by a
-model, `source_target` encodes texts with what they are to become. Open `examples.py` first.
+of what ships: a text, and what `synthetic` draws. `generated_text` is written by a model. Open
+`examples.py` first.
 """

@@ -1,4 +1,4 @@
-"""Batches of calibration data for a model, from files or from what ships."""
+"""Batches of calibration data for a model, from files or from what ships, and all of its texts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tcompress.data import synthetic
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import (
     TextEncoder,
-    has_processor_file,
     image_reader,
-    pieces_of,
+    pixels_of,
     plain_reader,
+    processor_settings,
 )
 from tcompress.data.examples import Needs, load_examples
 from tcompress.data.grids import as_input
@@ -40,12 +40,13 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     window_of,
 )
-from tcompress.data.pictures import decode
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.data.tables import (
     Kind,
+    Table,
     all_empty,
     columns_of,
+    content,
     draw_cells,
     draw_texts,
     hash_of,
@@ -58,6 +59,7 @@ from tcompress.options.convert_options import FEWEST, Calibration
 
 MOST_PICTURES = 256
 MOST_SOUNDS = 64
+_ROWS = 1000  # read at a time
 
 
 def builtin_texts() -> list[str]:
@@ -235,14 +237,14 @@ class _Sources:
                 writer.close()
                 if self._encoder is not None and not inputs.image:
                     where = table.label, len(table.rows) * len(chosen["text"])
-                    pieces = pieces_of(texts, self.most, self._encoder, *where)
+                    pieces = self._encoder.pieces(texts, self.most, *where)
                     texts += self._hashed_texts(pieces)
             if chosen.get("image"):
                 # Without it real pictures would be scaled in a way that the model never saw.
                 read = image_reader(self._source, needed=True)
                 channels = image_shape(self._source.config)[0]
-                for content in draw_cells(table, chosen["image"], self._share, options.seed):
-                    pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
+                for picture in draw_cells(table, chosen["image"], self._share, options.seed):
+                    pixels = pixels_of(cast(bytes, picture), channels, f"`{table.label}`")
                     frames.append(read(self._hashed(pixels)))
             if not texts and not frames:
                 raise all_empty(table, ", ".join(f"`{name}`" for name in used_columns))
@@ -290,7 +292,7 @@ class _Sources:
     def _pictures(self) -> _SourceData:
         channels, height, width = image_shape(self._source.config)
         count = frames_of(self._source.config)
-        missing = count or not has_processor_file(self._source)
+        missing = count or not processor_settings(self._source)
         lack = ", without the model's image processor" if missing else ""
         read = plain_reader(self._source) if count else image_reader(self._source, needed=False)
 
@@ -419,3 +421,48 @@ def _batches(
             yield collate([item.inputs for item in chunk], pad)
             for item in chunk:
                 item.inputs.clear()  # pictures take memory
+
+
+class WholeTexts(NamedTuple):
+    """All texts of one source of data; to be read before the next source is asked for."""
+
+    name: str  # such as `train.csv:text`
+    rows: int
+    chunks: Iterator[list[list[str]]]  # some rows at a time, each with its texts
+
+    @classmethod
+    def of(cls, source: SourceModel, options: Calibration, tokenizer: Any) -> Iterator[WholeTexts]:
+        """List the sources that a calibration names; its columns are those that it reads.
+
+        Chats are written by the tokenizer's template.
+        """
+        model, inputs = source.model_class.__name__, inputs_of(source)
+        kinds: set[Kind] = {"text", "image"} if inputs.image else {"text"}
+        for name in options.source:
+            if name == "builtin":
+                texts = builtin_texts()
+                yield cls("builtin text", len(texts), iter([[[text] for text in texts]]))
+                continue
+            with opened(name, options.split) as table:
+                has, single = table.rows.column_names, len(options.source) == 1
+                named = [column for column in options.columns if column in has or single]
+                columns = columns_of(table, named, kinds, {"text"}, model)["text"]
+                label = label_among(options.source, name, table.label)
+                if table.rows.info.builder_name != "text":
+                    label += f":{','.join(columns)}"
+                chunks = _chunks(table, columns, ChatWriter(tokenizer, table.label))
+                yield cls(label, len(table.rows), chunks)
+
+
+def _chunks(
+    table: Table, columns: tuple[str, ...], writer: ChatWriter
+) -> Iterator[list[list[str]]]:
+    rows, empty = table.rows.select_columns([*columns]), True
+    for part in rows.iter(batch_size=_ROWS):
+        cells = zip(*(part[column] for column in columns), strict=True)
+        texts = [[content(writer(cell)) for cell in row] for row in cells]
+        yield [[text for text in row if isinstance(text, str)] for row in texts]
+        empty = empty and not any(map(any, texts))
+    writer.close()
+    if empty:
+        raise all_empty(table, listed(columns))

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-import json
+import io
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from tcompress.data.inputs import Inputs, decoder_start, image_shape, longest_text, vocabulary_size
-from tcompress.data.pictures import Pixels
-from tcompress.errors import DataError, first_line
+from tcompress.data.inputs import (
+    Inputs,
+    decoder_start,
+    image_shape,
+    inputs_of,
+    longest_text,
+    vocabulary_size,
+)
+from tcompress.data.tables import Picture
+from tcompress.errors import DataError, first_line, read_json
 from tcompress.models import SourceModel
 from tcompress.progress import tell
 
+Pixels = NDArray[np.uint8]  # (height, width, channels)
+
+_WIDEST, _NARROW = 65535.0, 4096  # white of 16 bits; what cameras of 12 bits do not reach
+_BACKGROUNDS = (255, 0)  # white, black
 _CHUNK = 256  # texts handed to the tokenizer at a time
 _WITHOUT = "convert without data: `--calib none`"
 
@@ -118,35 +131,38 @@ class TextEncoder:
         columns = self.tokenizer(texts, max_length=self.third - len(last), **options)
         return [[*tokens, *last] for tokens in columns["input_ids"]]
 
-    def encode_whole(self, texts: Sequence[str]) -> Iterator[list[int]]:
+    def encode_whole(self, texts: Sequence[str], *, targets: bool = False) -> Iterator[list[int]]:
+        """Yield all tokens of each text; of `targets`, which a decoder is to write, `limit`."""
         for first in range(0, len(texts), _CHUNK):
             chunk = list(texts[first : first + _CHUNK])
-            for text, tokens in zip(chunk, self.tokenizer(chunk)["input_ids"], strict=True):
-                self._check(tokens, text)
-                yield tokens
-
-    def encode_targets(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Yield the tokens of each text, at most `limit`, as a decoder is to write them."""
-        for first in range(0, len(texts), _CHUNK):
-            chunk = list(texts[first : first + _CHUNK])
-            # Tokenizers of translation models write another language than they read.
-            columns = self.tokenizer(text_target=chunk, truncation=True, max_length=self.limit)
+            if targets:  # tokenizers of translation models write another language than they read
+                columns = self.tokenizer(text_target=chunk, truncation=True, max_length=self.limit)
+            else:
+                columns = self.tokenizer(chunk)
             for text, tokens in zip(chunk, columns["input_ids"], strict=True):
                 self._check(tokens, text)
                 yield tokens
 
-    def pieces(self, texts: Sequence[str], count: int) -> tuple[list[str], int]:
-        """Cut what goes beyond a sample off long texts: up to `count` further samples, in turns.
+    def pieces(self, texts: Sequence[str], count: int, name: str, cells: int) -> list[str]:
+        """Cut further samples off long texts, in turns, up to `count` in all.
 
-        Also gives the number of texts that are longer than a sample.
+        Tells what is not read. The texts were drawn from so many `cells` of the data called `name`.
         """
         room = self.limit - self.tokenizer.num_special_tokens_to_add()
+        more = max(0, count - len(texts))
         # No token stands for less than a byte, so that short texts need no counting.
         long = [text for text in texts if len(text.encode()) > room > 0]
-        reach = 16 * room * (count + 2)  # characters, so that a file in one line is not all read
+        reach = 16 * room * (more + 2)  # characters, so that a file in one line is not all read
         parts = [part for text in long if (part := list(self._cut(text[:reach], room)))]
         turns = chain.from_iterable(zip_longest(*parts))
-        return list(islice((piece for piece in turns if piece), count)), len(parts)
+        pieces = list(islice((piece for piece in turns if piece), more))
+        if cells > len(texts) == count:
+            tell(f"{name}: {count:,} of {cells:,} texts are drawn")
+        if parts:
+            read = f"longer than {self.limit} tokens: {len(parts):,}; further samples cut off them:"
+            beyond = "; what is beyond is not read" if len(texts) + len(pieces) >= count else ""
+            tell(f"{name}: texts {read} {len(pieces):,}{beyond}")
+        return pieces
 
     def _cut(self, text: str, room: int) -> Iterator[str]:
         """Cut a text after so many tokens, between words where there are any; skip the first."""
@@ -188,23 +204,6 @@ class TextEncoder:
                 f"but the model knows only the tokens 0 to {self.vocabulary - 1}",
                 f"put the model's own tokenizer into its folder, or {_WITHOUT}",
             )
-
-
-def pieces_of(
-    texts: Sequence[str], count: int, encoder: TextEncoder, name: str, cells: int
-) -> list[str]:
-    """Cut further samples off long texts, up to `count` in all; tells what is not read.
-
-    The texts were drawn from so many `cells` of the data called `name`.
-    """
-    pieces, long = encoder.pieces(texts, max(0, count - len(texts)))
-    if cells > len(texts) == count:
-        tell(f"{name}: {count:,} of {cells:,} texts are drawn")
-    if long:
-        read = f"longer than {encoder.limit} tokens: {long:,}; further samples cut off them: "
-        beyond = "; what is beyond is not read" if len(texts) + len(pieces) >= count else ""
-        tell(f"{name}: texts {read}{len(pieces):,}{beyond}")
-    return pieces
 
 
 def load_tokenizer(folder: Path, *, trust: bool = False, lower: bool = False) -> Any:
@@ -249,6 +248,80 @@ def _lowercasing(tokenizer: Any) -> Any:
     return tokenizer
 
 
+def pixels_of(data: bytes, channels: int, label: str) -> Pixels:
+    """Decode a picture of 1 channel or 3 from the bytes of a JPEG, PNG or similar file.
+
+    Wider values are scaled to 8 bits, what is transparent shows white, and a camera is held upright
+    as its file says.
+    """
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        hint = "pip install pillow"
+        raise DataError("reading pictures needs Pillow, which is not installed", hint) from error
+    name = f"{data.file}, " if isinstance(data, Picture) and data.file else ""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            upright = ImageOps.exif_transpose(image)
+            shown = _opaque(_in_bytes(upright, image.format))
+            # A copy: torch warns of arrays that nobody may write to.
+            pixels = np.array(shown.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
+    except DataError as error:
+        text = f"{name}a picture of {label}, {error.message}"
+        raise DataError(text, error.hint) from error
+    except Exception as error:
+        # Pillow's decoders raise errors of many classes on damaged files.
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "of no known format" if unknown else first_line(error)
+        text = f"{name}a picture of {label} cannot be decoded ({reason})"
+        raise DataError(text, "remove it, or name the right column") from error
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _in_bytes(image: Any, kind: str | None) -> Any:
+    """Scale grey values of 16 bits, or from 0 to 1, to bytes; Pillow would cut them off at 255."""
+    from PIL import Image
+
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image).astype(np.float64)
+    low, high = float(values.min(initial=0)), float(values.max(initial=0))
+    if image.mode == "F":
+        largest, allowed = 1.0, "from 0 to 1"
+    elif image.mode == "I" and kind == "TIFF":
+        largest, allowed = 255.0, "from 0 to 255"  # of 32 bits, which nobody fills
+    else:
+        largest, allowed = _WIDEST, "from 0 to 65535"
+    if largest == _WIDEST and 0 < high < _NARROW:
+        tell(
+            f"pictures of 16 bits with values up to {_NARROW - 1} only are dark: where that is "
+            f"their white, scale them to {_WIDEST:g}"
+        )
+    if not 0 <= low <= high <= largest:
+        raise DataError(
+            f"of mode `{image.mode}`, has values from {low:g} to {high:g}, where {allowed} have "
+            "a meaning",
+            "save the pictures with 8 or 16 bits for each channel",
+        )
+    return Image.fromarray(np.rint(values * (255 / largest)).astype(np.uint8))
+
+
+def _opaque(image: Any) -> Any:
+    """Lay a picture with transparent parts on white, or on black if nothing is seen there."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image
+    layers = image.convert("RGBA")
+    for level in _BACKGROUNDS:
+        ground = Image.new("RGBA", image.size, (level, level, level, 255))
+        laid = Image.alpha_composite(ground, layers).convert("RGB")
+        spans: Any = laid.getextrema()
+        if any(low != high for low, high in spans):
+            return laid
+    return layers.convert("RGB")
+
+
 _HINT = "a conversion can do without (`--calib none`) or with made-up pictures (`--calib builtin`)"
 
 
@@ -291,16 +364,11 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
     return read
 
 
-def has_processor_file(source: SourceModel) -> bool:
-    """Tell whether the model's folder says how its pictures are prepared."""
-    return bool(_options(source))
-
-
-def _options(source: SourceModel) -> dict[str, Any]:
-    """Settings in the files of an image processor, which cannot be opened without Pillow."""
+def processor_settings(source: SourceModel) -> dict[str, Any]:
+    """Read how pictures are prepared, which cannot be opened without Pillow; {} if none is said."""
     for name in ("preprocessor_config.json", "processor_config.json"):
-        with suppress(OSError, ValueError, AttributeError):
-            options = json.loads((source.folder / name).read_text(encoding="utf-8"))
+        with suppress(ValueError, AttributeError):
+            options = read_json(source.folder / name)
             if name == "processor_config.json":
                 options = options.get("image_processor", {})
             if isinstance(options, dict) and options:
@@ -310,7 +378,7 @@ def _options(source: SourceModel) -> dict[str, Any]:
 
 def plain_reader(source: SourceModel) -> Callable[[Pixels], Tensor]:
     """Resize, rescale and normalise without Pillow; for pictures of the model's own proportions."""
-    options = _options(source)
+    options = processor_settings(source)
     channels, height, width = image_shape(source.config)
     cropped = options.get("do_center_crop") and options.get("crop_size")
     target = cropped or options.get("size")
@@ -336,3 +404,73 @@ def plain_reader(source: SourceModel) -> Callable[[Pixels], Tensor]:
         return (values * factor - mean) / spread
 
     return read
+
+
+def check_seq2seq(source: SourceModel) -> None:
+    """Refuse a model that does not make a text of another one.
+
+    Raises:
+        DataError: It has no encoder, no decoder, or its family has no head for that.
+    """
+    if _head_of(source) is None or not inputs_of(source).decoder:
+        raise DataError(
+            f"`{source.id}` is a `{source.model_class.__name__}`, and the task `seq2seq` needs an "
+            "encoder with a decoder",
+            "give a model such as T5 or BART, or choose another task (`causal-lm`: text alone)",
+        )
+
+
+def encode_seq2seq(
+    source: SourceModel,
+    encoder: TextEncoder,
+    texts: Sequence[str],
+    targets: Sequence[str],
+    name: str,
+) -> list[dict[str, Tensor]]:
+    """Write pairs of texts as a model's inputs, with `labels`; nothing is padded.
+
+    Label t is what the decoder is to write once it has read its inputs 0 to t.
+
+    Args:
+        source: The model, whose class says how labels are shifted.
+        encoder: Writes texts as its inputs.
+        texts: Texts that the encoder reads.
+        targets: Texts that the decoder writes.
+        name: Of the data, for errors.
+
+    Raises:
+        DataError: A text has no token.
+    """
+    shifted, rows = _shift_of(source), encoder.encode(texts)
+    for row, tokens in zip(rows, encoder.encode_whole(targets, targets=True), strict=True):
+        if not row or not tokens:
+            raise DataError(f"`{name}` has texts without any token", "remove rows with empty texts")
+        labels = torch.tensor(tokens)
+        row |= {"labels": labels, "decoder_input_ids": shifted(labels)}
+        if "decoder_attention_mask" in encoder.inputs.names:
+            row["decoder_attention_mask"] = torch.ones_like(labels)
+    return rows
+
+
+def _head_of(source: SourceModel) -> Any:
+    """Class of a model's family that makes texts of others, if there is one."""
+    from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING as KINDS
+
+    kind = KINDS.get(type(source.config), None)
+    return kind[0] if isinstance(kind, tuple | list) else kind
+
+
+def _shift_of(source: SourceModel) -> Callable[[Tensor], Tensor]:
+    """Shift of a family: one token behind its start, unless it begins with that of a language.
+
+    Gives a decoder's inputs, by labels.  # (tokens,) -> (tokens,).
+    """
+    start = decoder_start(source)
+    model = replace(source, model_class=_head_of(source)).meta_model()
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    # A config may leave the start to `generation_config.json`, which classes do not read.
+    if shift is not None:
+        with suppress(TypeError, ValueError, RuntimeError):
+            shift(torch.tensor([[start, start]]))
+            return lambda labels: shift(labels[None])[0]  # type: ignore[no-any-return]
+    return lambda labels: torch.cat([labels.new_tensor([start]), labels[:-1]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from tcompress.data.column_names import COLUMN_NAMES, ROLES, plain_name
 from tcompress.data.folders import names_picture, with_cells
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
 from tcompress.data.label_columns import LISTS, Labels, columns_of_marks, read_labels
-from tcompress.data.labels import NO_CLASSES, Classes, Targets, few
+from tcompress.data.labels import Classes, Targets, few
 from tcompress.data.numbers import decimals, has_doubtful_commas, is_missing, number, whole_numbers
 from tcompress.data.tables import (
     Table,
@@ -35,8 +35,6 @@ from tcompress.progress import tell
 
 Target = Literal["class", "score"]
 _MOST_COLUMNS = 12  # that a message names
-
-
 _TEXTS = ("text", "pair", "semantics", "source", "target")
 
 
@@ -57,9 +55,6 @@ class Needs:
     window: tuple[int, int] | None = None
 
 
-_ANY = Needs()
-
-
 @dataclass(frozen=True)
 class Examples:
     """Examples of a task."""
@@ -73,7 +68,7 @@ class Examples:
     chats: tuple[Any, ...] = ()  # cells of the texts, where these are chats
     # Class ids, or scores; None if nothing is to be predicted.
     targets: Targets | None = None
-    labels: Classes = NO_CLASSES  # what the ids mean
+    labels: Classes = field(default_factory=Classes)  # what the ids mean
     volumes: Volumes | None = None  # (examples, *shape)
     windows: Windows | None = None  # windows of a series
     whole: bool = True  # whether the file holds one split only, so that the name of it says nothing
@@ -143,7 +138,7 @@ def load_examples(
         if needs.texts[0] == 2:
             data = _pairs(table, data, chosen)
         # Classes are those of the whole data, whichever of it is drawn.
-        classes = NO_CLASSES if labels is None else labels.classes
+        classes = Classes() if labels is None else labels.classes
         return _read(table, data, chosen, places.tolist(), classes, split)
 
 
@@ -334,7 +329,7 @@ def _lists_labels(table: Table, column: str) -> bool:
 
 
 def check_columns(
-    table: Table, kinds: Mapping[str, str], named: Mapping[str, str], needs: Needs = _ANY
+    table: Table, kinds: Mapping[str, str], named: Mapping[str, str], needs: Needs
 ) -> None:
     """Refuse columns named by role that are not there, or do not fit."""
     for role, column in named.items():

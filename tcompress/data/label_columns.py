@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tcompress.data.column_names import plain_name
-from tcompress.data.labels import NO_CLASSES, Classes, classes_of_names, classes_of_numbers
+from tcompress.data.labels import Classes, classes_of_names, classes_of_numbers
 from tcompress.data.numbers import is_missing, whole_numbers
 from tcompress.data.tables import Table, kinds_of
 from tcompress.errors import DataError
@@ -43,7 +43,7 @@ def read_labels(table: Table, column: str, *, several: bool) -> Labels:
     if plain_name(column) == "goldlabel":
         return _agreed(cells, where)
     if all(map(is_missing, cells)):
-        return Labels(NO_CLASSES, [None] * len(cells))
+        return Labels(Classes(), [None] * len(cells))
     kind = kinds_of(table)[column]
     inner = getattr(getattr(feature, "feature", None), "names", None)
     lists = as_lists(cells) if several and (kind in LISTS or kind == "text") else None
@@ -58,7 +58,7 @@ def read_labels(table: Table, column: str, *, several: bool) -> Labels:
         return _of_names(cells, where)
     numbers_in = {int(cell) for cell in cells if not is_missing(cell)}
     if numbers_in == {-1}:
-        return Labels(NO_CLASSES, [None] * len(cells))
+        return Labels(Classes(), [None] * len(cells))
     classes = classes_of_numbers(numbers_in, where)
     places = {value: index for index, value in enumerate(classes.numbers)}
     return Labels(classes, [None if is_missing(cell) else places[int(cell)] for cell in cells])
@@ -88,7 +88,7 @@ def _of_class_labels(cells: Sequence[Any], names: Sequence[str], where: str) -> 
     ids = [None if cell is None or cell < 0 else int(cell) for cell in cells]
     missing, present = ids.count(None), {*ids} - {None}
     if not present:
-        return Labels(NO_CLASSES, ids)
+        return Labels(Classes(), ids)
     if missing:
         tell(f"{where}: {missing:,} of {len(ids):,} rows have no label: left out")
     absent = frozenset(range(len(names))) - present

@@ -35,15 +35,12 @@ class Classes:
         return len(self.names)
 
 
-NO_CLASSES = Classes()
-
-
-def classes_of_names(names: Sequence[str], *, several: bool = False) -> Classes:
+def classes_of_names(names: Sequence[str]) -> Classes:
     """Make classes of names; names such as `2` or `LABEL_2` are numbers as well."""
     called = [_called(name) for name in names]
     numbers = [item for item in called if isinstance(item, int)]
     has_numbers = len({*numbers}) == len(names)
-    return Classes(tuple(names), tuple(numbers) if has_numbers else (), several=several)
+    return Classes(tuple(names), tuple(numbers) if has_numbers else ())
 
 
 def classes_of_numbers(values: set[int], where: str) -> Classes:

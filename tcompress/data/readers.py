@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tcompress.data.content import kind_of_bytes, kind_of_text, tagged_rows
 from tcompress.data.dialects import EMPTY, dialect_of, types_that_differ
 from tcompress.data.folders import (
     IMAGES,
@@ -29,7 +28,14 @@ from tcompress.data.folders import (
     with_written_pictures,
 )
 from tcompress.data.json_forms import as_lines, first_bad_line
-from tcompress.data.plain_files import ending, in_utf8, unpacked
+from tcompress.data.plain_files import (
+    ending,
+    in_utf8,
+    kind_of_bytes,
+    kind_of_text,
+    tagged_rows,
+    unpacked,
+)
 from tcompress.errors import DataError, counted, folder_content, listed
 from tcompress.progress import tell
 
@@ -152,10 +158,8 @@ def read_file(path: Path, split: str, cache: Path) -> Any:
         plain = in_utf8(plain, cache, path.name)
         kind = kind_of_text(plain, kind, path.name)
     if kind == "tagged":
-        rows, how = (
-            datasets.Dataset.from_list([*tagged_rows(plain)]),
-            "lines that begin with labels",
-        )
+        rows = datasets.Dataset.from_list([*tagged_rows(plain)])
+        how = "lines that begin with labels"
     elif kind in ("csv", "tabs"):
         usual = "\t" if kind == "tabs" else _SEPARATORS.get(ending(path), ",")
         dialect = dialect_of(plain, path.name, usual)
@@ -230,14 +234,12 @@ def _joined(parts: Sequence[Any], files: Sequence[Path]) -> Any:
             raise _apart(parts, files) from error
         features = datasets.Features.from_arrow_schema(joint)
         classes = [
-            [part.features[name] for name in names if hasattr(part.features[name], "names")]
+            {name: item for name, item in part.features.items() if hasattr(item, "names")}
             for part in parts
         ]
-        if any(names_of != classes[0] for names_of in classes):
+        if any(of_part != classes[0] for of_part in classes):
             raise _apart(parts, files)
-        features |= {
-            name: feature for name, feature in first.features.items() if hasattr(feature, "names")
-        }
+        features |= classes[0]
         parts = [part.select_columns(names).cast(features) for part in parts]
     return datasets.concatenate_datasets(list(parts))
 

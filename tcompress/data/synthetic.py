@@ -5,18 +5,41 @@ matters for the statistics of activations, edges and a 1/f spectrum, see Lee, Mu
 "Occlusion Models for Natural Images" (2001), and Baradad et al., "Learning to See by Looking at
 Noise" (2021), where networks learn useful features from them. Sounds are spectrograms with the
 outline of speech. Neither takes the place of real data.
+
+A task ships too: random words that are to be written again, for models with a decoder. A model can
+only do it by looking at its source: no word says which one is next.
 """
 
 from __future__ import annotations
+
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from tcompress.errors import DataError, listed
+
 _SYLLABLE = 30  # frames, of 10 ms each
 _FORMANTS = ((0.15, 0.06), (0.4, 0.07), (0.6, 0.08))  # centre and width as shares of the bands
 
 Floats = NDArray[np.float64]
+
+COPY = "builtin:copy"
+"""Name of the data, with columns `source` and `target`."""
+
+WORDS = (
+    "alfa", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett",
+    "kilo", "lima", "mike", "november", "oscar", "papa", "quebec", "romeo", "sierra", "tango",
+    "uniform", "victor", "whiskey", "xray", "yankee", "zulu",
+)  # fmt: skip
+"""The words that texts are made of."""
+
+LENGTHS = (4, 6)
+"""Fewest and most words of a text."""
+
+_ROWS = {"test": 1000, "validation": 1000, "train": 40_000}
 
 
 def picture(height: int, width: int, channels: int, rng: Generator) -> NDArray[np.uint8]:
@@ -100,3 +123,24 @@ def _leaf(rows: Floats, columns: Floats, rng: Generator) -> tuple[NDArray[np.boo
     across = (np.cos(angle) * y - np.sin(angle) * x) / (radius * stretch)
     power = rng.choice([1.0, 2.0, 8.0])
     return np.abs(along) ** power + np.abs(across) ** power < 1, along
+
+
+def copy_rows(split: str) -> Any:
+    """Make the rows of a split; no text is in two of them.
+
+    Raises:
+        DataError: There is no such split.
+    """
+    import datasets
+
+    if split not in _ROWS:
+        text = f"`{COPY}` has no split `{split}`; it has {listed(_ROWS)}"
+        raise DataError(text, "name one of its splits")
+    rng, (fewest, most) = np.random.default_rng(0), LENGTHS
+    count = 2 * sum(_ROWS.values())
+    lengths = rng.integers(fewest, most + 1, count)
+    drawn = rng.integers(0, len(WORDS), (count, most))
+    pairs = zip(drawn.tolist(), lengths.tolist(), strict=True)
+    texts = iter(dict.fromkeys(" ".join(WORDS[i] for i in row[:length]) for row, length in pairs))
+    chosen = {name: [*islice(texts, rows)] for name, rows in _ROWS.items()}[split]
+    return datasets.Dataset.from_dict({"source": chosen, "target": chosen})

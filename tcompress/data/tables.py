@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 
 from tcompress.data.chats import as_plain_text, is_chat, joined_chats
-from tcompress.data.copy_task import COPY, copy_rows
 from tcompress.data.folders import IMAGES
 from tcompress.data.plain_files import ending
 from tcompress.data.readers import BUILDERS, read_local, without_rows
+from tcompress.data.synthetic import COPY, copy_rows
 from tcompress.errors import DataError, after_colon, counted, first_line, listed
 from tcompress.models.names import cached_where_unreachable, expanded, is_path, missing_path
 from tcompress.progress import tell

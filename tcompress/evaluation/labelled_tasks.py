@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 from torch import Tensor
 
-from tcompress.data.encoding import has_processor_file, image_reader
+from tcompress.data.encoding import image_reader, pixels_of, processor_settings
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.grids import Windows, as_input
 from tcompress.data.inputs import VOLUMES, grid_shape, image_shape, inputs_of, window_of
 from tcompress.data.labels import Match, is_independent, label_names, matched
-from tcompress.data.pictures import decode
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import (
     Array,
@@ -167,7 +166,7 @@ class ImageClassification(_GridTask):
     input_name = "pixel_values"
 
     def prepare(self) -> Prepared:
-        if not has_processor_file(self.source):
+        if not processor_settings(self.source):
             hint = "add its `preprocessor_config.json`"
             raise DataError(f"`{self.source.folder}` has no usable image processor", hint)
         return super().prepare()
@@ -176,7 +175,7 @@ class ImageClassification(_GridTask):
         # Its file is there, so where the library for it is not, its main options are followed.
         process, images = image_reader(self.source, needed=False), self.examples.images
         channels, name = image_shape(self.source.config)[0], f"`{self.examples.name}`"
-        return lambda index: process(decode(images[index], channels, name))
+        return lambda index: process(pixels_of(images[index], channels, name))
 
     def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
         if len(self.examples.classes) <= 5:

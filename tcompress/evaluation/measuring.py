@@ -42,7 +42,7 @@ from tcompress.evaluation.scores import (
 )
 from tcompress.evaluation.sequence_to_sequence import Seq2Seq
 from tcompress.evaluation.task_base import EvaluationTask
-from tcompress.exports.runtime_files import RuntimeFiles
+from tcompress.exports.onnx_folder import RuntimeFiles
 from tcompress.fields import RuntimeName
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.models import SourceModel

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from tcompress.data.encoding import check_seq2seq, encode_seq2seq
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.inputs import longest_text
-from tcompress.data.source_target import SourceTargetEncoder, check_seq2seq
 from tcompress.evaluation.language_modeling import LabelledTokens, PredictedTokens
 from tcompress.evaluation.statistics import ratio
 from tcompress.evaluation.task_base import Measured, Row, Runner
@@ -75,8 +75,7 @@ class Seq2Seq(LabelledTokens):
 
     def prepare(self) -> PredictedTokens:
         (sources, targets), reader = self.examples.texts, self.reader
-        writer = SourceTargetEncoder.of(self.source, reader.encoder)
-        rows = writer.rows(sources, targets, self.examples.name)
+        rows = encode_seq2seq(self.source, reader.encoder, sources, targets, self.examples.name)
         counts = np.array([len(row["labels"]) for row in rows])
         facts: dict[str, Any] = {"targets": int(counts.sum())}
         facts["truncated"] = reader.truncated(rows, sources)

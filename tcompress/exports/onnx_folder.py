@@ -1,4 +1,7 @@
-"""A folder that ONNX Runtime, OpenVINO and what stands on them open: the whole way."""
+"""A folder that ONNX Runtime, OpenVINO and what stands on them open: the whole way, and back.
+
+`RuntimeFiles` opens models in ONNX Runtime: from the files in their folders, or from new ones.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +40,7 @@ from tcompress.exports.onnx_parts import parts_of
 from tcompress.exports.onnx_proof import Proof, runtime_versions, samples_of
 from tcompress.exports.onnx_quantize import quantize_int4, quantize_int8
 from tcompress.exports.onnx_smooth import activations_of, smooth
-from tcompress.fields import ExportFormat
+from tcompress.fields import ExportFormat, RuntimeName
 from tcompress.files import second_name, write_text
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
@@ -49,9 +54,8 @@ from tcompress.models.names import (
 )
 from tcompress.options.commands import OnnxFiles
 from tcompress.progress import Progress, Silent
-from tcompress.runtimes.installed import require_onnx, require_openvino
-from tcompress.runtimes.onnx_session import OnnxModel, bytes_of
-from tcompress.runtimes.openvino_session import OpenvinoModel
+from tcompress.runtimes.installed import require
+from tcompress.runtimes.sessions import OnnxModel, OnnxModule, OpenvinoModel, bytes_of
 
 FOLDER = "onnx"
 """Folder inside that of a model where libraries look for ONNX files."""
@@ -101,10 +105,8 @@ def export_onnx(
         WriteError: A file computes something else than the model in PyTorch.
     """
     settings, progress = settings or OnnxFiles(), progress or Silent()
-    if to == "onnx":
-        require_onnx()
-    else:
-        require_openvino()
+    require(to)
+    if to == "openvino":
         settings.refuse_bits()
     output = Path(output).expanduser().absolute()
     source = open_checked(str(model), token=token, trust=trust_remote_code)
@@ -220,8 +222,7 @@ def _write_part(
             left = quantize_int8(path, file, **options)
         elif bits == 4:
             left = quantize_int4(path, file, external=external)
-        opened = OnnxModel.open(file)
-        found.append(proof.facts(opened, f"{FOLDER}/{file.name}", bits, opened.nbytes, left))
+        found.append(proof.facts(OnnxModel.open(file), bits, left))
         progress.advance(1, file.name)
     return found
 
@@ -249,9 +250,8 @@ def _write_openvino_part(proof: Proof, place: Workplace, progress: Progress) -> 
                 "use `--to onnx`",
             ) from error
         openvino.save_model(model, target, compress_to_fp16=False)
-        opened = OpenvinoModel.open(target)
-    facts = proof.facts(opened, f"openvino/{opened.path.name}", 32, opened.nbytes)
-    progress.advance(1, opened.path.name)
+    facts = proof.facts(OpenvinoModel.open(target), 32)
+    progress.advance(1, target.name)
     return facts
 
 
@@ -352,3 +352,53 @@ def without_files(card: str, to: ExportFormat) -> str:
     before, _, older = f"\n{card}".partition(f"\n{_HEADINGS[to]}\n")
     _, heading, after = older.partition("\n## ")  # files of the other kind
     return f"{before}{heading}{after}".removeprefix("\n")
+
+
+_FILES: dict[RuntimeName, tuple[str, ...]] = {
+    "onnx": ("model.onnx",),
+    # Ours and transformers.js's, then those of sentence-transformers and optimum.
+    "onnx-int8": ("model_int8.onnx", "model_quantized.onnx", "model_qint8*.onnx"),
+    "onnx-q4": ("model_q4.onnx",),
+}
+"""Names inside `onnx/`, the first one of which counts."""
+_SETTINGS: dict[RuntimeName, OnnxFiles] = {
+    "onnx": OnnxFiles(),
+    "onnx-int8": OnnxFiles(int8=True),
+    "onnx-q4": OnnxFiles(bits=4),
+}
+
+
+@dataclass(frozen=True)
+class RuntimeFiles:
+    """Files for other runtimes; those that a model's folder lacks are made for the time being."""
+
+    scratch: Path
+
+    @classmethod
+    @contextmanager
+    def opened(cls) -> Iterator[RuntimeFiles]:
+        """Keep new files until the block ends."""
+        with tempfile.TemporaryDirectory(prefix="tcompress-onnx-") as folder:
+            yield cls(Path(folder))
+
+    def __call__(
+        self, source: SourceModel, runtime: RuntimeName, threads: int | None = None
+    ) -> OnnxModule:
+        """Open a model in a runtime, any but `torch`; a pass has torch's threads by default.
+
+        An `InputError` says that it is not installed, or that the model has no form for it.
+        """
+        require("onnx")
+        paths = (sorted((source.folder / FOLDER).glob(pattern)) for pattern in _FILES[runtime])
+        path = next(chain.from_iterable(paths), None) or self._new(source, runtime)
+        return OnnxModule(OnnxModel.open(path, threads), source.config)
+
+    def _new(self, source: SourceModel, runtime: RuntimeName) -> Path:
+        output = self.scratch / f"{source.store.fingerprint()}-{runtime}"
+        path = output / FOLDER / _FILES[runtime][0]
+        if not output.exists():
+            export_onnx(source.origin or source.folder, output, _SETTINGS[runtime])
+        if not path.is_file():
+            text = f"`{source.id}` becomes several files in ONNX, which are not run together here"
+            raise InputError(text, "measure this model with `--runtime torch`")
+        return path

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -161,15 +161,10 @@ def _share_tables(model: Any) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep what the exporter says of its own parts away from the user."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
     # Some versions print how often they have applied their rules.
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        for logger in loggers:
+        for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir")):
+            stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+        yield

@@ -23,8 +23,7 @@ from tcompress.latency.paired_timing import device_name, instructions
 from tcompress.latency.passes import Pass, turns
 from tcompress.models import SourceModel
 from tcompress.options.convert_options import Calibration
-from tcompress.runtimes.onnx_session import OnnxModel
-from tcompress.runtimes.openvino_session import OpenvinoModel
+from tcompress.runtimes.sessions import Arrays, OnnxModel, OpenvinoModel
 
 LARGEST_DIFFERENCE = 1e-3
 """Of a file in float32 from PyTorch, as a share of the largest output: beyond it is a defect."""
@@ -38,7 +37,6 @@ SAMPLES = 64
 _HINT = "please report it with the command; nothing was published"
 
 Opened = OnnxModel | OpenvinoModel
-Arrays = dict[str, NDArray[Any]]
 Answers = list[tuple[dict[str, Tensor], Arrays]]
 """Inputs, and what PyTorch computes from them."""
 
@@ -115,14 +113,12 @@ class Proof:
         own, dense = map(median, zip(*islice(turns(passes), repeats), strict=True))
         return own, dense
 
-    def facts(
-        self, file: Opened, name: str, bits: int, nbytes: int, left: Sequence[str] = ()
-    ) -> ExportedFile:
+    def facts(self, file: Opened, bits: int, left: Sequence[str] = ()) -> ExportedFile:
         """Compare a file with PyTorch in all that a manifest records.
 
         A `WriteError` says that a file in float32 computes something else.
         """
-        difference = self.difference(file)
+        difference, name = self.difference(file), f"{file.path.parent.name}/{file.path.name}"
         if bits == 32 and difference > LARGEST_DIFFERENCE * max(1.0, self.largest):
             raise WriteError(
                 f"`{name}` computes something else than PyTorch: outputs differ by "
@@ -135,7 +131,7 @@ class Proof:
         return ExportedFile(
             file=name,
             bits=bits,
-            bytes=nbytes,
+            bytes=file.nbytes,
             difference=difference,
             agreement=self.agreement(file),
             milliseconds=1e3 * own,
@@ -192,7 +188,7 @@ def _inside(value: NDArray[Any], inputs: Mapping[str, Tensor]) -> NDArray[Any]:
     return value[mask[:, -ids.shape[1] :].numpy().astype(bool)]  # it may be of a cache too
 
 
-def runtime_versions(runtime: ExportFormat = "onnx") -> dict[str, str]:
+def runtime_versions(runtime: ExportFormat) -> dict[str, str]:
     """Versions that a file depends on."""
     last = "onnxruntime" if runtime == "onnx" else "openvino"
     return {name: version(name) for name in ("onnx", last, "onnxscript")}

@@ -65,10 +65,9 @@ def quantize_int8(
     model = graph.stored()
     products = [node.name for node in Graph(model).products(2)]
     if not products:
-        _save(model, target, external)
-        return _left(target)
+        return _saved(model, target, external)
     with _quiet(), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        written = Path(scratch) / target.name if external else target
+        written = Path(scratch) / target.name
         quantize_dynamic(
             model,
             written,
@@ -81,9 +80,7 @@ def quantize_int8(
             # What contributed operators compute, shape inference does not know.
             extra_options={"DefaultTensorType": _FLOAT},
         )
-        if external:  # under the name that its weights have here
-            _save(onnx.load(written), target, external)
-    return _left(target)
+        return _saved(onnx.load(written), target, external)
 
 
 def quantize_int4(source: Path, target: Path, *, external: bool = False) -> tuple[str, ...]:
@@ -99,8 +96,7 @@ def quantize_int4(source: Path, target: Path, *, external: bool = False) -> tupl
     quantize_products(graph, [*graph.products(2), *graph.products(3)])
     shrink_tables(graph, all_=True)
     store_others(graph)
-    _save(graph.stored(), target, external)
-    return _left(target)
+    return _saved(graph.stored(), target, external)
 
 
 class Graph:
@@ -446,15 +442,8 @@ def _is_large(tensor: Any) -> bool:
     return bool(np.prod(tensor.dims) >= FEWEST) and not tensor.name.endswith("_scales")
 
 
-def _left(path: Path) -> tuple[str, ...]:
-    """Name the larger tensors in float32 of a file."""
-    import onnx
-
-    tensors = onnx.load(path, load_external_data=False).graph.initializer
-    return tuple(sorted(item.name for item in tensors if _is_large(item)))
-
-
-def _save(model: Any, target: Path, external: bool) -> None:
+def _saved(model: Any, target: Path, external: bool) -> tuple[str, ...]:
+    """Write a model; gives the names of its larger tensors in float32."""
     import onnx
 
     onnx.save(
@@ -464,6 +453,7 @@ def _save(model: Any, target: Path, external: bool) -> None:
         location=f"{target.name}_data",
         size_threshold=1024,
     )
+    return tuple(sorted(item.name for item in model.graph.initializer if _is_large(item)))
 
 
 @contextmanager

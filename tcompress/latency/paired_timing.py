@@ -23,7 +23,7 @@ from tcompress.latency.passes import Clock, Pass, forward_pass, spread, turns, w
 from tcompress.latency.sizes import Cell, RandomInputs, sequence_length
 from tcompress.models import SourceModel, tell_padding
 from tcompress.options import Bench
-from tcompress.runtimes.onnx_module import OnnxModule
+from tcompress.runtimes.sessions import OnnxModule
 
 WARM_UPS = 2
 

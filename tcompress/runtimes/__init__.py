@@ -1,5 +1,5 @@
 """Files of other runtimes, opened and run like a function of named inputs.
 
 Nothing here knows how a file was made; `installed` says what is missing, without importing torch.
-Open `onnx_session.py` first.
+Open `sessions.py` first.
 """

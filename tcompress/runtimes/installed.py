@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 
 from tcompress.errors import InputError
@@ -12,17 +11,9 @@ EXPORT = ("onnx", "onnxscript", "onnxruntime")
 """Packages that writing ONNX files takes; running them takes the last one alone."""
 
 
-def require_onnx(*packages: str) -> None:
-    """Refuse to go on without packages of the extra `onnx`, by default all of them."""
-    _require("onnx", packages or EXPORT)
-
-
-def require_openvino(*packages: str) -> None:
-    """Refuse to go on without packages of the extra `openvino`, by default all of them."""
-    _require("openvino", packages or (*EXPORT, "openvino"))
-
-
-def _require(extra: str, packages: Sequence[str]) -> None:
+def require(extra: str, *packages: str) -> None:
+    """Refuse to go on without packages of `onnx` or `openvino`, by default all of this extra."""
+    packages = packages or (EXPORT if extra == "onnx" else (*EXPORT, "openvino"))
     absent = [name for name in packages if find_spec(name) is None]
     if absent:
         names = ", ".join(f"`{name}`" for name in absent)

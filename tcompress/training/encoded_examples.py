@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from tcompress.blockwise.output_sampler import LEFT_OUT
-from tcompress.data.encoding import TextEncoder, image_reader
+from tcompress.data.encoding import (
+    TextEncoder,
+    check_seq2seq,
+    encode_seq2seq,
+    image_reader,
+    pixels_of,
+)
 from tcompress.data.examples import Examples
 from tcompress.data.grids import as_input
 from tcompress.data.inputs import (
@@ -25,9 +31,7 @@ from tcompress.data.inputs import (
     image_shape,
     inputs_of,
 )
-from tcompress.data.pictures import decode
 from tcompress.data.sentences import PLAIN, SentenceEncoder
-from tcompress.data.source_target import SourceTargetEncoder, check_seq2seq
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.training.batches import Encoded, Row, Text
@@ -138,7 +142,7 @@ class ExampleEncoder:
 
     def _source_target(self, encoder: TextEncoder, examples: Examples) -> Encoded:
         sources, targets = examples.texts
-        rows = SourceTargetEncoder.of(self.source, encoder).rows(sources, targets, examples.name)
+        rows = encode_seq2seq(self.source, encoder, sources, targets, examples.name)
         encoded = Encoded.of([(row,) for row in rows])
         # What a teacher computes has rows for the tokens of two texts: too little to cache it by.
         encoded.is_fixed = False
@@ -182,7 +186,7 @@ class ExampleEncoder:
             return lambda index: {VOLUMES: as_input(volumes[index])}
         process = image_reader(self.source, needed=True)
         channels, name = image_shape(self.source.config)[0], f"`{examples.name}`"
-        return lambda index: {"pixel_values": process(decode(images[index], channels, name))}
+        return lambda index: {"pixel_values": process(pixels_of(images[index], channels, name))}
 
     def _series(self, examples: Examples) -> Encoded:
         windows = examples.windows

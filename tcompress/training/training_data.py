@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from tcompress.data import calibration, tables
 from tcompress.data.chats import ChatWriter
-from tcompress.data.encoding import pieces_of
 from tcompress.data.examples import Examples, Needs, check_columns, load_examples
 from tcompress.data.generated_text import written_texts
 from tcompress.data.inputs import SERIES, window_of
@@ -186,7 +185,7 @@ class ExampleReader:
             table = tables.with_listed_texts(table) if kind == "text" else table
             kinds = tables.kinds_of(table)
             plain = {name: "text" if kind == "chat" else kind for name, kind in kinds.items()}
-            check_columns(table, plain, columns)
+            check_columns(table, plain, columns, Needs())
             chosen = tables.columns_of(table, named, {kind}, {kind}, encoder.model)[kind]
             writer = ChatWriter(encoder.texts and encoder.texts.tokenizer, table.label)
             items = list(tables.draw_cells(table, chosen, samples, encoder.seed, writer))
@@ -194,8 +193,8 @@ class ExampleReader:
             cells = len(table.rows) * len(chosen)
         writes = encoder.task is not None and encoder.task.name == "causal-lm"
         if encoder.texts is not None and not (encoder.is_causal or writes):  # which read all tokens
-            texts, how = [str(item) for item in items], (encoder.texts, table.label, cells)
-            items += pieces_of(texts, samples, *how)
+            texts = [str(item) for item in items]
+            items += encoder.texts.pieces(texts, samples, table.label, cells)
         contents = (item.encode() if isinstance(item, str) else item for item in items)
         digest = tables.hash_of(contents).hexdigest()
         examples = Examples(f"{table.label}:{','.join(chosen)}", split, digest)

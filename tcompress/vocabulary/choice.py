@@ -1,21 +1,21 @@
-"""Which tokens stay: those that data needs, or the most frequent ones."""
+"""Which tokens stay: those that data needs, or the most frequent ones; and the proof of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from tcompress.data.whole_texts import WholeTexts
+from tcompress.data.calibration import WholeTexts, builtin_texts
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.models.vocabulary import Vocabulary, as_runs
 from tcompress.options import Convert
 from tcompress.progress import Progress, Silent
 from tcompress.vocabulary.cut import WITHOUT, ModelTokens, cut_vocabulary
-from tcompress.vocabulary.proof import prove
 
 _WHOLE = {
     "add_special_tokens": False,
@@ -26,6 +26,7 @@ _WHOLE = {
     "verbose": False,
 }
 _SAMPLE = 200  # texts of the data that the smaller tokenizer is tried on
+_BUILTIN = 200  # texts that ship, beside those of the data
 
 
 @dataclass
@@ -163,3 +164,44 @@ def _in_order(tokens: ModelTokens, counts: _Counts | None, *, fill: bool) -> Ite
         )
     if fill:
         yield from ranked or sorted(tokens.pieces.ids, key=tokens.pieces.ids.__getitem__)
+
+
+def prove(tokens: ModelTokens, cut: SourceModel, texts: Sequence[str]) -> None:
+    """Compare both tokenizers, as Transformers loads them, by their tokens and on texts.
+
+    Args:
+        tokens: Those of the dense model.
+        cut: The model with fewer tokens.
+        texts: Some of the data; texts that ship stand beside them.
+
+    Raises:
+        PlanError: Tokens have other numbers than planned; or a text whose tokens are left is
+            written with other ones, or any text reads differently.
+    """
+    assert cut.vocabulary is not None
+    old, new = tokens.reader, ModelTokens.open(cut).reader
+    ids = cut.vocabulary.ids
+    numbers = {was: now for now, was in enumerate(ids)}
+    names: list[str | None] = old.convert_ids_to_tokens(list(ids))  # None: a row and no token
+    vocabulary = new.get_vocab()
+    for name, number in zip(names, numbers.values(), strict=True):
+        if name is not None and vocabulary.get(name) != number:
+            raise _differs(new, f"gives `{name}` the number {vocabulary.get(name)}", number)
+    texts = [*texts, *builtin_texts()[:_BUILTIN]]
+    rows = (it(texts, truncation=False, verbose=False)["input_ids"] for it in (old, new))
+    for text, one, two in zip(texts, *rows, strict=True):
+        if numbers.keys() >= {*one}:
+            expected = [numbers[index] for index in one]
+            if two != expected:
+                raise _differs(new, f"writes `{text[:60]}` as {two[:20]}", expected[:20])
+        elif old.decode(one) != new.decode(two):
+            read = new.decode(two)[:60]
+            raise _differs(new, f"reads `{text[:60]}` as `{read}`", old.decode(one)[:60])
+
+
+def _differs(tokenizer: Any, what: str, expected: object) -> PlanError:
+    return PlanError(
+        f"the tokenizer cannot be cut: with fewer pieces a `{type(tokenizer).__name__}` {what}, "
+        f"expected is `{expected}`",
+        WITHOUT,
+    )

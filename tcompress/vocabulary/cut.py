@@ -36,6 +36,7 @@ from tcompress.vocabulary.tokenizer_files import (
     MAIN,
     processor_ids,
     renumbered,
+    renumbered_pieces,
     required_ids,
     rewrite_folder,
     tokenizer_json,
@@ -70,13 +71,9 @@ class ModelTokens:
                 f"save it as a fast one (`tokenizers`), or {WITHOUT}",
             )
         path = source.folder / MAIN
-        try:
-            text = read_json(path) if path.is_file() else None
-        except ValueError as error:
-            raise SourceError(f"`{path}` {error}", "repair the file") from error
-        if not text or "type" not in text.get("model", ()):  # as older versions wrote it
-            text = json.loads(tokenizer.backend_tokenizer.to_str())
-        settings: Settings = text
+        settings: Settings = _read(path)
+        if "type" not in settings.get("model", ()):  # as older versions wrote it
+            settings = json.loads(tokenizer.backend_tokenizer.to_str())
         pieces = read_pieces(settings, str(source.folder))
         vocabulary = tokenizer.get_vocab()
         differing = [piece for piece, index in pieces.ids.items() if vocabulary.get(piece) != index]
@@ -104,7 +101,7 @@ class ModelTokens:
         if padding := self.settings.get("padding"):
             tokens.add(padding["pad_id"])
         owners = (_values(owner) for _, owner in _owners(source, self.rows))
-        for settings in (_generation(source), *owners):
+        for settings in (_read(source.folder / "generation_config.json"), *owners):
             tokens |= {index for index in required_ids(settings) if index < self.rows}
         sentences, names = SentenceEncoder.imitated(source), self.pieces.names
         for prompt in (sentences.default, sentences.query, sentences.document):
@@ -115,8 +112,7 @@ class ModelTokens:
 
     def rewrite(self, folder: Path, numbers: Mapping[int, int]) -> None:
         """Write the tokenizer's files in a folder anew, for tokens with new numbers."""
-        ids = {piece: numbers[i] for piece, i in self.pieces.ids.items() if i in numbers}
-        model = self.pieces.cut(dict(sorted(ids.items(), key=lambda item: item[1])))
+        model = self.pieces.cut(renumbered_pieces(self.pieces.ids, numbers))
         rewrite_folder(folder, tokenizer_json(self.settings, model, numbers), numbers)
 
 
@@ -147,8 +143,8 @@ def _values(owner: Any) -> dict[str, Any]:
     return {k: v for k, v in owner.to_dict().items() if k not in getattr(owner, "sub_configs", {})}
 
 
-def _generation(source: SourceModel) -> dict[str, Any]:
-    path = source.folder / "generation_config.json"
+def _read(path: Path) -> dict[str, Any]:
+    """Read the settings in a file; none where it is not there, or holds something else."""
     try:
         settings = read_json(path) if path.is_file() else {}
     except ValueError as error:

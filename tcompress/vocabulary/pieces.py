@@ -92,22 +92,24 @@ class PieceModel:
         return frozenset(single) | frozenset(self._irreplaceable(single))
 
     def _irreplaceable(self, single: set[str]) -> Iterator[str]:
-        return iter(())
+        return (piece for piece in self.ids if not single.issuperset(self._symbols(piece)))
+
+    def _symbols(self, piece: str) -> list[str]:
+        """The characters of a piece, each as a piece is written that stands where it does."""
+        bare = self.bare(piece)
+        starts = not (self._inside and piece.startswith(self._inside) and piece != bare)
+        parts = [self._inside + letter for letter in bare]
+        if starts:
+            parts[:1] = bare[:1]
+        if self._end and piece.endswith(self._end) and piece != bare:
+            parts[-1] += self._end
+        return parts
 
 
 class WordPiece(PieceModel):
     """The longest piece that fits, again and again."""
 
     kind = "WordPiece"
-
-    def _irreplaceable(self, single: set[str]) -> Iterator[str]:
-        for piece in self.ids:
-            starts = not (self._inside and piece.startswith(self._inside))
-            parts = [self._inside + letter for letter in self.bare(piece)]
-            if starts:
-                parts[0] = piece[0]
-            if not single.issuperset(parts):
-                yield piece
 
 
 class Bpe(PieceModel):
@@ -139,16 +141,8 @@ class Bpe(PieceModel):
             parts[at : at + 2] = [self._joined((parts[at], parts[at + 1]))]
         return frozenset(needed & self.ids.keys())
 
-    def _symbols(self, piece: str) -> list[str]:
-        """The characters that merging begins with."""
-        bare = self.bare(piece)
-        starts = not (self._inside and piece.startswith(self._inside) and piece != bare)
-        parts = [self._inside + letter for letter in bare]
-        if starts:
-            parts[0] = bare[0]
-        if self._end and piece.endswith(self._end) and piece != bare:
-            parts[-1] += self._end
-        return parts
+    def _irreplaceable(self, single: set[str]) -> Iterator[str]:
+        return iter(())  # merges begin with characters, whatever these are
 
     @cached_property
     def ranked(self) -> list[str]:
@@ -181,9 +175,6 @@ class Unigram(PieceModel):
         lowest = min(pairs, key=lambda pair: pair[1])[0]
         first = pairs[: 0 if unknown is None else unknown + 1]
         return frozenset((lowest, *(name for name, _ in first)))
-
-    def _irreplaceable(self, single: set[str]) -> Iterator[str]:
-        return (piece for piece in self.ids if not all(letter in single for letter in piece))
 
     @cached_property
     def ranked(self) -> list[str]:

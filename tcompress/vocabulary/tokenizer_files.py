@@ -139,7 +139,7 @@ def rewrite_folder(folder: Path, main: Mapping[str, Any], numbers: Numbers) -> N
     _rewrite(folder / CONFIG, _tokenizer_config, numbers)
     _rewrite(folder / "generation_config.json", renumbered, numbers)
     for name in ("vocab.json", "added_tokens.json"):
-        _rewrite(folder / name, _named, numbers)
+        _rewrite(folder / name, renumbered_pieces, numbers)
     words = folder / "vocab.txt"
     if words.is_file():
         *lines, unended = words.read_bytes().decode().split("\n")
@@ -162,7 +162,8 @@ def _tokenizer_config(settings: Mapping[str, Any], numbers: Numbers) -> dict[str
     return changed
 
 
-def _named(pieces: Mapping[str, Any], numbers: Numbers) -> dict[str, Any]:
+def renumbered_pieces(pieces: Mapping[str, int], numbers: Numbers) -> dict[str, int]:
+    """Give the pieces that stay with other ids, in their order."""
     ids = {piece: numbers[index] for piece, index in pieces.items() if index in numbers}
     return dict(sorted(ids.items(), key=lambda item: item[1]))
 

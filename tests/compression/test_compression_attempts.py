@@ -76,6 +76,7 @@ def test_what_surely_reaches_the_goal_is_taken_before_what_hardly_does() -> None
 def test_layers_that_stay() -> None:
     assert kept_layers(6, 3) == (1, 3, 5)
     assert kept_layers(12, 5) == (1, 3, 6, 8, 11)
-    assert layers_that_reach(6, 6.0, 3.0, None, 23, 2) == 3
-    assert layers_that_reach(6, None, 3.0, 18, 23, 2) == 3
-    assert layers_that_reach(6, 30.0, 3.0, None, 23, 2) == 0
+    dense = Measured(23, 3.0)
+    assert layers_that_reach(6, Goal(6.0), dense, 2) == 3
+    assert layers_that_reach(6, Goal(None, 18), dense, 2) == 3
+    assert layers_that_reach(6, Goal(30.0), dense, 2) == 0

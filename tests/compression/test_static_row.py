@@ -11,8 +11,15 @@ from tcompress.artifact.reader import open_checked
 from tcompress.compression import static_row
 from tcompress.compression.attempts import Goal
 from tcompress.compression.forecast import forecast
-from tcompress.compression.static_row import TABLE, is_shown, words
-from tcompress.compression.static_vectors import ROW_BYTES, StaticModule, table, token_vectors
+from tcompress.compression.static_row import (
+    ROW_BYTES,
+    TABLE,
+    StaticModule,
+    is_shown,
+    table,
+    token_vectors,
+    words,
+)
 from tcompress.compression.table import Row
 from tcompress.data.inputs import inputs_of
 from tcompress.data.sentences import PLAIN

@@ -20,9 +20,8 @@ from transformers import AutoImageProcessor
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.conversion.converter import convert
 from tcompress.data.calibration import MOST_PICTURES, load_batches
-from tcompress.data.encoding import image_reader
+from tcompress.data.encoding import image_reader, pixels_of
 from tcompress.data.examples import Needs, load_examples
-from tcompress.data.pictures import decode
 from tcompress.data.synthetic import picture, speech
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
@@ -270,7 +269,7 @@ def test_pictures_are_the_same_whatever_is_installed(
     vit: SourceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With torchvision processors have a second form, which keeps pictures as tensors."""
-    pixels = decode(png(COLORS[0]), 3, "here")
+    pixels = pixels_of(png(COLORS[0]), 3, "here")
     assert pixels.flags.writeable  # torch warns of others
     opened = Mock(wraps=AutoImageProcessor.from_pretrained)
     monkeypatch.setattr(AutoImageProcessor, "from_pretrained", opened)
@@ -537,31 +536,33 @@ MODES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pictures_of_every_mode_are_what_their_values_mean(mode: str, channels: int) -> None:
     values, kind = MODES[mode]
-    pixels = decode(stored(Image.fromarray(values), kind), channels, "`here`")
+    pixels = pixels_of(stored(Image.fromarray(values), kind), channels, "`here`")
     assert pixels.shape == (4, 4, channels)
     assert (pixels == RAMP[..., None]).all()
 
 
 def test_palettes_with_a_transparent_colour_and_cameras_on_their_side() -> None:
     palette = Image.fromarray(RAMP).convert("P")
-    found = decode(stored(palette, "png", transparency=0), 3, "`here`")
+    found = pixels_of(stored(palette, "png", transparency=0), 3, "`here`")
     assert (found[0, 0] == 255).all()  # white lies behind it
     assert (found[1:, :, 0] == RAMP[1:]).all()
     turned = Image.fromarray(RAMP)
     exif = turned.getexif()
     exif[0x0112] = 3  # by half a turn
-    assert (decode(stored(turned, "png", exif=exif), 1, "`here`")[..., 0] == RAMP[::-1, ::-1]).all()
+    assert (
+        pixels_of(stored(turned, "png", exif=exif), 1, "`here`")[..., 0] == RAMP[::-1, ::-1]
+    ).all()
 
 
 @pytest.mark.parametrize("values", [RAMP.astype(np.float32), RAMP.astype(np.int32) * 300])
 def test_pictures_whose_values_mean_nothing_are_refused(values: Any) -> None:
     with pytest.raises(DataError, match=r"a picture of `here`, of mode `[FI]`, has values from 0"):
-        decode(stored(Image.fromarray(values), "tiff"), 3, "`here`")
+        pixels_of(stored(Image.fromarray(values), "tiff"), 3, "`here`")
 
 
 def test_pictures_of_12_bits_are_told_of() -> None:
     with listening(heard := Told()):
-        decode(stored(Image.fromarray(RAMP.astype(np.uint16) * 16), "png"), 1, "`here`")
+        pixels_of(stored(Image.fromarray(RAMP.astype(np.uint16) * 16), "png"), 1, "`here`")
     assert "values up to 4095 only are dark" in heard.texts[0]
 
 
@@ -591,6 +592,6 @@ def test_a_damaged_picture_without_a_name_is_known_by_its_row(
         return
     examples = load_examples(str(path), "train", needs)
     with pytest.raises(DataError, match=r"row 2, a picture of `here` cannot be decoded \(of no kn"):
-        decode(examples.images[1], 3, "`here`")
+        pixels_of(examples.images[1], 3, "`here`")
     with pytest.raises(DataError, match=r"row 2, a picture of `rows.parquet` cannot be decoded"):
         drawn(vit, path)

@@ -20,7 +20,7 @@ from tcompress.errors import InputError, WriteError
 from tcompress.exports.onnx_folder import ExportedOnnx, export_onnx
 from tcompress.models import SourceModel
 from tcompress.options.commands import OnnxFiles
-from tcompress.runtimes.onnx_session import OnnxModel
+from tcompress.runtimes.sessions import OnnxModel
 from tests.support.cli import completed, run
 from tests.support.converted import recipe
 from tests.support.sentence_folders import MEAN, base, with_dense

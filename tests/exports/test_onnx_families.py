@@ -9,7 +9,7 @@ from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError
 from tcompress.exports.onnx_folder import proofs_of
 from tcompress.exports.onnx_graph import write_graph
-from tcompress.runtimes.onnx_session import OnnxModel
+from tcompress.runtimes.sessions import OnnxModel
 from tests.support.tiny import EXPERTS, TINY, TinyModel
 
 pytest.importorskip("onnx")

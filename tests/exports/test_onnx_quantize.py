@@ -18,7 +18,7 @@ from tcompress.exports.onnx_quantize import (
 )
 from tcompress.exports.onnx_smooth import activations_of, smooth
 from tcompress.linalg.rounding import Rounding, nearest, quantize
-from tcompress.runtimes.onnx_session import OnnxModel
+from tcompress.runtimes.sessions import OnnxModel
 
 onnx = pytest.importorskip("onnx")
 WORDS, WIDTH, SLICES, TOKENS = 64, 64, 4, 3

@@ -11,10 +11,10 @@ from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM
 
 from tcompress.api import evaluate
-from tcompress.data.copy_task import COPY, copy_rows
+from tcompress.data.encoding import encode_seq2seq
 from tcompress.data.inputs import IGNORED, collate, inputs_of
 from tcompress.data.sentences import PLAIN
-from tcompress.data.source_target import SourceTargetEncoder
+from tcompress.data.synthetic import COPY, copy_rows
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.own_models.architecture import open_architecture
@@ -50,7 +50,7 @@ def test_the_loss_is_that_of_the_model_s_own_class(place: Path, family: str) -> 
     encoder = PLAIN.reader(source, inputs_of(source), 16)
     texts = sentences(5)
     targets = [" ".join(text.split()[: 1 + index]) for index, text in enumerate(texts)]
-    rows = SourceTargetEncoder.of(source, encoder).rows(texts, targets, "texts")
+    rows = encode_seq2seq(source, encoder, texts, targets, "texts")
     assert len({len(row["labels"]) for row in rows}) > 1
     batch = collate(rows, 0)
     labels = batch.pop("labels")

@@ -522,9 +522,10 @@ class _Sweep:
         how: dict[str, Any] = {"token": self.token, "progress": self.progress}
         how["trust_remote_code"] = self.source.trust_remote_code
         for item, key in self._unmeasured(model):
-            dense = self.dense.baselines.get(self.dense.key(item, *item.data), ())
+            is_dense = model is self.dense  # which is compared with nothing
+            dense = () if is_dense else self.dense.baselines[self.dense.key(item, *item.data)]
             scores = evaluate([folder], item, baseline=[*map(Baseline.of_json, dense)], **how)[0]
-            if model is self.dense:
+            if is_dense:
                 named = [replace(own, name=self.source.id) for own in scores.baseline]
                 model.baselines[key] = [own.to_json() for own in named]
             else:

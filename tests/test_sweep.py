@@ -13,6 +13,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Recipe
 from tcompress.options.schema import default_methods
 from tcompress.sweeps import Cell, cells_of, fallback_metric
+from tests.support import cli
 from tests.support.depth import deep
 from tests.support.evaluation import rows_file
 from tests.support.model_folders import sentences
@@ -92,6 +93,14 @@ def test_speeds_are_refused_where_a_conversion_refuses_them() -> None:
     assert (svd.name, svd.refusal, svd.recipe.convert.speedup) == ("svd-2x", None, 2)
     assert tucker.name == "tucker-2x"
     assert "`speedup` sizes layers one by one: give a target instead" in (tucker.refusal or "")
+
+
+def test_recipes_that_begin_at_random_are_run() -> None:
+    text = "recipe_version: 1\nconvert: {init: random, method: svd, target: 0.5}\n"
+    Path("random.yaml").write_text(text)
+    done = cli.run("sweep", "bert", "--recipe", "random.yaml", "--dry-run")
+    assert done.code == 2
+    assert "compare its variants: `tcompress run RECIPE`" in done.err
 
 
 # Results

@@ -144,7 +144,10 @@ def reach(
 
 @dataclass(frozen=True)
 class Job:
-    """One conversion as it was asked for; `architecture` is a recipe's, in place of a model."""
+    """One conversion, or a sweep over some, as it was asked for.
+
+    `architecture` is a recipe's, in place of a model.
+    """
 
     model: str
     convert: Convert

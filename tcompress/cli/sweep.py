@@ -72,6 +72,9 @@ def recipe_of(
     base = None if text is None else parse_recipe(text, origin)
     settings = conversion(said.values(), base, typed=said)
     made = base or Recipe(recipe_version=1, convert=settings)
+    if settings.init == "random":
+        text = f"`{origin}` begins with weights at random, and `sweep` cuts trained ones"
+        raise RecipeError(text, "compare its variants: `tcompress run RECIPE`")
     swept = cells.over(made.sweep or Sweep(methods=() if base else default_methods()))
     if ("targets",) in cells.texts:
         if ("speedups",) in cells.texts:

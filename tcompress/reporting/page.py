@@ -171,11 +171,12 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _code(text: str) -> Markup:
+def code(text: str) -> Markup:
     """Marks what stands between backticks as code."""
     if text.count("`") % 2:  # one of them is alone
         return escape(text)
-    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)))
+    # As plain text: of `Markup` the tags that come in would be escaped too.
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 @cache
@@ -189,7 +190,7 @@ def _template() -> Template:
     environment.filters |= {name.removesuffix("_text"): write for name, write in texts.items()}
     environment.filters |= {
         "notes": fmt.speed_notes,
-        "code": _code,
+        "code": code,
         "plain": _plain,
         "position": lambda items, item: items.index(item),
     }

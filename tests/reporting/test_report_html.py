@@ -10,7 +10,7 @@ from tcompress.artifact.manifest import Alternative, Interval
 from tcompress.errors import DiskError
 from tcompress.reporting.model_report import report_of, with_baselines
 from tcompress.reporting.overview_charts import map_of
-from tcompress.reporting.page import heat_of, render_html, write_html
+from tcompress.reporting.page import code, heat_of, render_html, write_html
 from tcompress.reporting.table_rows import rows_of
 from tcompress.reporting.tree import ModelReport
 from tests.support.cli import run
@@ -340,6 +340,11 @@ def test_names_are_escaped(bare: ModelReport) -> None:
     page = Page(text)
     page.assert_alone()
     assert page.text.count("alert(") > 10
+
+
+def test_what_stands_between_backticks_is_code() -> None:
+    assert code("`a<b` & `c`") == "<code>a&lt;b</code> &amp; <code>c</code>"
+    assert code("`alone <") == "`alone &lt;"
 
 
 def test_long_curves_are_thinned(bare: ModelReport) -> None:

@@ -13,7 +13,6 @@ from tcompress import processes
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
-from tcompress.compression.table import PAGE, columns
 from tcompress.models.names import default_output_name
 from tcompress.options.commands import Hub, Manner, OneModel, Planned, Written
 from tcompress.options.compress_options import Compress
@@ -97,6 +96,8 @@ def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: M
 
 
 def _show(done: Compressed, folder: Path) -> None:
+    from tcompress.compression.table import PAGE, columns
+
     names = columns(done.rows, done.quality)
     table = terminal.table("model", *names, right=names[1:])
     first = done.rows[0].quality or 0.0

@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support.cli import commands
 
 SVD = "--method svd --target 0.5"
 PERPLEXITY = "--task perplexity --data nowhere.txt"
@@ -28,6 +32,7 @@ COMMANDS = {
     f"evaluate ./nowhere {PERPLEXITY} --baseline ../nowhere": "3 problems",
     "bench ./nowhere --against ../nowhere": "2 problems",
     "export ./nowhere -o full": "2 problems",
+    "compress ./nowhere --size 10MB --data nowhere.txt": "2 problems",
     "run nowhere.yaml": "no file `nowhere.yaml`",
     "run all.yaml": "5 problems",
     "run sweep.yaml": "3 problems",
@@ -65,6 +70,23 @@ for line in json.load(sys.stdin):
 """
 
 
+def _answers(lines: Iterable[str], folder: Path) -> list[Any]:
+    """Commands with their exit codes, what they say, and what heavy modules they import."""
+    lines = [*lines]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(lines), cwd=folder, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line for line, *_ in answers] == lines
+    return answers
+
+
+def test_help_of_every_command_imports_nothing_heavy(tmp_path: Path) -> None:
+    lines = [f"{name} --help" for name, _ in commands()]
+    assert [answer[1:] for answer in _answers(lines, tmp_path)] == [[0, "", []]] * len(lines)
+
+
 def test_mistyped_paths_are_told_before_torch_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,13 +97,7 @@ def test_mistyped_paths_are_told_before_torch_is_imported(
     (tmp_path / "all.yaml").write_text(STAGES.replace("output: made\n", "") + TRAINED)
     (tmp_path / "sweep.yaml").write_text(f"{STAGES}sweep: {{}}\n")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps([*COMMANDS]), cwd=tmp_path, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line for line, *_ in answers] == [*COMMANDS]
-    for line, code, text, imported in answers:
+    for line, code, text, imported in _answers(COMMANDS, tmp_path):
         assert code == 2, (line, text)
         assert COMMANDS[line] in text, (line, text)
         assert imported == [], line

@@ -218,7 +218,9 @@ class Time(Resource):
                 costs = [round(_NANO * seconds) + nanos for seconds in chain(*of_methods)]
                 return site.costing(self.unit, costs, round(_NANO * self._unchanged(entry)) + nanos)
 
-            return replace(predictions.mapped(of_layer), widths=tuple(timed))
+            parts = (predictions.layers, predictions.singly)
+            layers, singly = (tuple(map(of_layer, sites)) for sites in parts)
+            return replace(predictions, layers=layers, singly=singly, widths=tuple(timed))
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
         """Seconds beside products: of a neuron, a dimension of heads, an attention as such.

@@ -224,10 +224,9 @@ def _try_depths(conversion: Conversion, depth: DepthPlan, data: CalibrationData)
             depths[name] = shallower
             yield name
 
-    def change(name: str) -> float:
-        return _distance(conversion, name, depths[name]).change
-
-    best, changes = try_out(names(), change, shrinking=True)
+    best, changes = try_out(
+        names(), lambda name: _distance(conversion, name, depths[name]).change, shrinking=True
+    )
     return depths[best].model_copy(update={"weighed": tuple(changes.values())})
 
 

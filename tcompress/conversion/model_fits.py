@@ -184,8 +184,7 @@ def _fit_embeddings(conversion: Conversion) -> dict[str, StructuredEmbedding]:
     for entry in entries:
         table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=device)
         fill(table, entry, result.layers[entry.key].tensors)
-        path = module_path(source, entry.name)
-        tables[path] = table.requires_grad_(False).eval()
+        tables[module_path(source, entry.name)] = table.requires_grad_(False).eval()
     return tables
 
 

@@ -261,11 +261,9 @@ class Time(Resource):
 
     def _timed(self, entry: LayerPlan, candidates: Sequence[Candidate]) -> list[float]:
         """Seconds that forms of a layer take; few are timed."""
-
-        def measure(index: int) -> float:
-            return self.times.of(candidates[index].form, entry.bias)
-
-        return interpolated([item.costs[PARAMETERS] for item in candidates], measure, POINTS)
+        sizes = [item.costs[PARAMETERS] for item in candidates]
+        forms = [item.form for item in candidates]
+        return interpolated(sizes, lambda index: self.times.of(forms[index], entry.bias), POINTS)
 
     def _products(self, item: Candidate) -> float:
         forms = ((self.entries[key], form) for key, form in item.forms if form)

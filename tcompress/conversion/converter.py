@@ -224,21 +224,15 @@ def _try_depths(conversion: Conversion, depth: DepthPlan, data: CalibrationData)
             depths[name] = shallower
             yield name
 
-    def change(name: str) -> float:
-        label = f"trying without {depth.blocks - depths[name].kept} of {depth.blocks} blocks"
-        return _distance(conversion, name, label, depths[name]).change
-
-    best, changes = try_out(names(), change, shrinking=True)
+    best, changes = try_out(
+        names(), lambda name: _distance(conversion, name, depths[name]).change, shrinking=True
+    )
     return depths[best].model_copy(update={"weighed": tuple(changes.values())})
 
 
 def _best(conversion: Conversion, plans: Mapping[str, Plan]) -> dict[str, Plan]:
     """Try all answers, and take the best."""
-
-    def change(name: str) -> float:
-        return _distance(conversion, name, f"trying {name}", plans[name]).change
-
-    best, changes = try_out(plans, change)
+    best, changes = try_out(plans, lambda name: _distance(conversion, name, plans[name]).change)
     tried = {name: change for name, change in changes.items() if change is not None}
     method = conversion.full_recipe.method
     simple = simplest(best, method.name if method else "", tried)
@@ -258,7 +252,7 @@ def _within_loss(conversion: Conversion, allowed: float) -> dict[str, Plan]:
         if plan is None:
             return None
         name = f"error-{error:.4g}"
-        lost = _distance(conversion, name, f"trying {name}", plan).lost
+        lost = _distance(conversion, name, plan).lost
         if lost is None:
             raise PlanError(
                 "`max_loss` cannot be measured: the samples held out are too few, or what the "
@@ -279,7 +273,7 @@ def _within_loss(conversion: Conversion, allowed: float) -> dict[str, Plan]:
     return {f"error-{error:.4g}": plans[error].with_facts(facts)}
 
 
-def _distance(conversion: Conversion, name: str, label: str, tried: DepthPlan | Plan) -> Distance:
+def _distance(conversion: Conversion, name: str, tried: DepthPlan | Plan) -> Distance:
     """Fit a model with these blocks, or a plan to some of the data, in a folder of its own.
 
     Its output is compared with that of the dense model.
@@ -288,7 +282,10 @@ def _distance(conversion: Conversion, name: str, label: str, tried: DepthPlan | 
     with closing(conversion.workdir.trial(name, measures=isinstance(tried, DepthPlan))) as trial:
         distance = trial.distance()
         if distance is None:
-            conversion.progress.stage(label, 1, "trial")
+            what = name
+            if isinstance(tried, DepthPlan):
+                what = f"without {tried.blocks - tried.kept} of {tried.blocks} blocks"
+            conversion.progress.stage(f"trying {what}", 1, "trial")
             conversion.progress.advance(1, "")
             chosen = replace(conversion, workdir=trial)
             if isinstance(tried, DepthPlan):
@@ -410,7 +407,7 @@ def _write_model(conversion: Conversion, fits: Fits, paper: Sequence[PaperRow]) 
     """Write the model in the working folder, and prove that it holds what was fitted."""
     recipe, source, folder = conversion.full_recipe, conversion.source, conversion.workdir.model
     checksums, times = _write_shards(conversion), conversion.progress
-    plan = _with_warnings(conversion, fits.unreached)
+    plan = conversion.plan.warned(_warnings(conversion, fits.unreached))
     drawn, rounded = source.seed is not None, plan.storage is not None
     version = needed_version(plan.entries, plan.attention, drawn=drawn, rounded=rounded)
     manifest = Manifest(
@@ -483,29 +480,28 @@ def _calibration_facts(
     )
 
 
-def _with_warnings(conversion: Conversion, unreached: Sequence[str]) -> Plan:
+def _warnings(conversion: Conversion, unreached: Sequence[str]) -> Iterator[str]:
     """Warn of layers without data, of links that lead away, and of answers that were not judged."""
     source, data, recipe = conversion.source, conversion.data, conversion.full_recipe
-    plan = conversion.plan
     if unreached:  # as in towers that read pictures
-        plan = plan.warned(
-            f"the calibration data does not reach {len(unreached)} of {len(plan.layers)} layers "
-            f"(such as `{unreached[0]}`): they are fitted without data; `--keep` leaves them dense"
+        yield (
+            f"the calibration data does not reach {len(unreached)} of "
+            f"{len(conversion.plan.layers)} layers (such as `{unreached[0]}`): they are fitted "
+            "without data; `--keep` leaves them dense"
         )
     if names := stray_links(source.folder, source.trust_remote_code):
         rest = ", ..." if len(names) > 3 else ""
-        plan = plan.warned(
+        yield (
             "links out of the model's folder are not carried along: "
             f"{', '.join(f'`{name}`' for name in names[:3])}{rest}; copy the files there"
         )
     compares = recipe.tries_methods or recipe.chooses_depth or recipe.max_loss is not None
     if data is not None and not data.holdout and compares:
-        plan = plan.warned(
+        yield (
             f"the calibration data has no sample to hold out ({data.samples} in all): candidates "
             "were compared on what they were fitted to, which favours those that adapt most; give "
             "more data"
         )
-    return plan
 
 
 LONG, FEWER = 0.5, 5  # seconds of a pass of the dense model, and repeats of such ones

@@ -160,9 +160,10 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     work = _Work.of(plan, source, recipe)
     source, groups = work.source, groups_of(plan.layers)
     fits, orders = [_fit_cost(group, work) for group in groups], [*_orders(work)]
-    shared = [*_shared(work)]
+    shared, tables = [*_shared(work)], (44 * entry.dense_parameters for entry in plan.embeddings)
+    beside = [*shared, _dropping(work), *(FitCost(0.0, size) for size in tables)]
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
-    memory = max([copied, *(cost.bytes for cost in (*fits, *orders))])
+    memory = max([copied, *(cost.bytes for cost in (*fits, *orders, *beside))])
     flops = sum(cost.flops for cost in fits) + sum(cost.flops for cost in orders)
     walks = 0  # through the whole model
     if work.tokens and groups:
@@ -182,9 +183,6 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         if work.weighs or shared:
             flops += statistics.flops
             flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in plan.layers)
-    tables = (FitCost(0.0, 44 * entry.dense_parameters) for entry in plan.embeddings)
-    beside = [*shared, _dropping(work), *tables]
-    memory = max([memory, *(cost.bytes for cost in beside)])
     flops += sum(cost.flops for cost in beside)
     if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS

@@ -43,7 +43,6 @@ from tcompress.fitting.layer_fits import (
     dense_matrix,
 )
 from tcompress.hf.build import fill, set_module
-from tcompress.hf.opening import pick_dtype
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import is_finite
 from tcompress.models import SourceModel
@@ -84,8 +83,7 @@ class Conversion(SearchInputs):
     @cached_property
     def outputs(self) -> Outputs:
         """All that it writes, once its plan has final sizes."""
-        dtype = pick_dtype(self.full_recipe.dtype)
-        return Outputs(self.source, self.plan, dtype, self.workdir)
+        return Outputs(self.source, self.plan, self.full_recipe.dtype, self.workdir)
 
     @property
     def trial_data(self) -> CalibrationData | None:
@@ -122,8 +120,7 @@ def fit(conversion: Conversion) -> Fits:
 
     def fit_block(name: str) -> None:
         result = BlockResult(name)
-        narrow = any(entry.is_narrow for group in blocks[name] for entry in group)
-        reductions = inputs.reductions(name, conversion.plan.layers) if narrow else {}
+        reductions = inputs.reductions(name, conversion.plan.layers)
         for group in blocks[name]:
             fit_group(inputs, group, result, reductions)
         workdir.keep_block(result)
@@ -187,8 +184,7 @@ def _fit_embeddings(conversion: Conversion) -> dict[str, StructuredEmbedding]:
     for entry in entries:
         table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=device)
         fill(table, entry, result.layers[entry.key].tensors)
-        path = module_path(source, entry.name)
-        tables[path] = table.requires_grad_(False).eval()
+        tables[module_path(source, entry.name)] = table.requires_grad_(False).eval()
     return tables
 
 

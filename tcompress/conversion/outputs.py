@@ -44,12 +44,13 @@ from tcompress.planning.costs import (
     copied_keys,
     parameter_names,
     roundings,
+    stored_dtype,
     stored_key,
     weight_keys,
 )
 from tcompress.planning.entries import AttentionPlan, LayerPlan, Plan
 from tcompress.planning.plain_widths import shapes_of
-from tcompress.planning.sites import module_path, roles_of, tied_to
+from tcompress.planning.sites import module_path, roles_of
 from tcompress.structures.modules.linear import StructuredLinear, tensor_prefix
 from tcompress.structures.modules.shared import factors_module
 
@@ -73,9 +74,10 @@ class Outputs:
     """
 
     def __init__(
-        self, source: SourceModel, plan: Plan, dtype: torch.dtype | None, workdir: FitWorkplace
+        self, source: SourceModel, plan: Plan, dtype: str | None, workdir: FitWorkplace
     ) -> None:
-        self.source, self.plan, self._dtype = source, plan, dtype
+        self.source, self.plan = source, plan
+        self._cast = partial(stored_dtype, source, dtype=dtype)
         self.tensors: dict[str, Stored] = {}  # everything that will be written, by name
         self.groups: list[Group] = []  # layers that are fitted together
         self.group_of: dict[str, Group] = {}  # that yields a tensor, by its name
@@ -96,8 +98,9 @@ class Outputs:
         groups = groups_of(plan.entries, by_weights)
         replaced: dict[str, list[Group]] = {}  # several where the checkpoint fuses layers
         for group in groups:
-            for key in chain.from_iterable(map(self._sources, group)):
-                replaced.setdefault(key, []).append(group)
+            for name in chain.from_iterable(parameter_names(source, entry) for entry in group):
+                for key in keymap.sources(name).keys:
+                    replaced.setdefault(key, []).append(group)
         guards = {stored_key(source, e.guard.name): e.guard.name for e in plan.attention if e.guard}
         copied = {*copied_keys(source, plan)} - replaced.keys()
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
@@ -234,18 +237,6 @@ class Outputs:
     def dtype_of(self, entry: LayerPlan) -> torch.dtype:
         """Dtype in which a layer is stored."""
         return self._cast(weight_keys(self.source, entry)[0])
-
-    def _cast(self, key: str) -> torch.dtype:
-        dtype = self.source.store.dtype(key)
-        return dtype if self._dtype is None or not dtype.is_floating_point else self._dtype
-
-    def _sources(self, entry: LayerPlan) -> Iterator[str]:
-        """Names in the checkpoint of what a layer takes the place of."""
-        names = parameter_names(self.source, entry)
-        if entry.kind == "embedding":  # a tied head may have been stored a second time
-            path = module_path(self.source, entry.name)
-            names += [f"{name}.weight" for name in tied_to(self.source, path)]
-        return chain.from_iterable(self.source.keymap.sources(name).keys for name in names)
 
 
 def plain_tensors(

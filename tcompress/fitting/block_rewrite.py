@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -407,11 +407,6 @@ class BlockRewriter:
     installed: dict[FactorsKey, FactorsModule] = field(default_factory=dict)
     """Modules of factors that layers of several blocks share, once their owners are in place."""
 
-    @cached_property
-    def _entries(self) -> dict[str, LayerPlan]:
-        """Plans by name of the weight in the model."""
-        return {path_of(self.inputs.source, entry): entry for entry in self.layers}
-
     def rewrite(
         self,
         block: Block,
@@ -424,9 +419,10 @@ class BlockRewriter:
         reductions = self.inputs.reductions(block.name, self.layers) if stored is None else {}
         rewritten = RewrittenBlock(self, block, readings, result)
         rewritten.replace_attention()
+        entries = {path_of(self.inputs.source, entry): entry for entry in self.layers}
         for layers in block.groups:
             names = (layer.weight_name for layer in layers)
-            group = tuple(self._entries[name] for name in names if name in self._entries)
+            group = tuple(entries[name] for name in names if name in entries)
             if not group:
                 continue
             progress(f"{block.name} {', '.join(entry.role for entry in group)}")

@@ -117,18 +117,23 @@ def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
 
 
 def parameter_names(source: SourceModel, entry: LayerPlan) -> list[str]:
-    """Names in the model of a rewritten weight and, where it has one, of its bias."""
+    """Names in the model of a rewritten weight and, where it has one, of its bias.
+
+    Those of a table are the table and the heads that are tied to it.
+    """
     path = path_of(source, entry)
+    if entry.kind == "embedding":  # a tied head may have been stored a second time
+        ties = tied_to(source, module_path(source, entry.name))
+        return [path, *(f"{name}.weight" for name in ties)]
     has_bias = entry.bias and entry.kind != "experts"
     return [path, f"{path.rpartition('.')[0]}.bias"] if has_bias else [path]
 
 
 def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
     """Names of the tensors that are carried over as they are."""
-    replaced = {key for entry in plan.entries for key in weight_keys(source, entry)}
-    for entry in plan.embeddings:
-        for name in tied_to(source, module_path(source, entry.name)):
-            replaced.update(source.keymap.sources(f"{name}.weight").keys)
+    names = [name for entry in plan.embeddings for name in parameter_names(source, entry)]
+    names += [path_of(source, entry) for entry in plan.layers]
+    replaced = {key for name in names for key in source.keymap.sources(name).keys}
     for attention in plan.attention:  # queries that an attention does not need
         for layer in attention.unused:
             leaves = ("weight", "bias") if layer.bias else ("weight",)
@@ -143,7 +148,7 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     rounding_of = roundings(source, plan.storage, plan.entries)
 
     def size(key: str, shape: Sequence[int], like: str) -> int:
-        stored = _cast(store.dtype(like), dtype)
+        stored = stored_dtype(source, like, dtype)
         rounding = rounding_of(key, shape, stored)
         return prod(shape) * stored.itemsize if rounding is None else rounding.nbytes(shape)
 
@@ -162,7 +167,7 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
 
 def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> int:
     """Bytes of one number of a rewritten weight."""
-    return _cast(source.store.dtype(weight_keys(source, entry)[0]), dtype).itemsize
+    return stored_dtype(source, weight_keys(source, entry)[0], dtype).itemsize
 
 
 def unit_of(recipe: Convert, source: SourceModel, entry: LayerPlan, plan: Plan) -> float:
@@ -175,10 +180,10 @@ def unit_of(recipe: Convert, source: SourceModel, entry: LayerPlan, plan: Plan) 
     return rounding.bits / 8 + 2 / (rounding.group or entry.in_features)
 
 
-def _cast(stored: torch.dtype, dtype: str | None) -> torch.dtype:
-    if dtype is None or not stored.is_floating_point:
-        return stored
-    target: torch.dtype = getattr(torch, dtype)
+def stored_dtype(source: SourceModel, key: str, dtype: str | None) -> torch.dtype:
+    """Dtype in which what is made of a tensor is stored; without one asked for, the tensor's."""
+    stored = source.store.dtype(key)
+    target: torch.dtype = getattr(torch, dtype) if dtype and stored.is_floating_point else stored
     return target
 
 

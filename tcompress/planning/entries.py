@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -396,8 +396,8 @@ class Plan(Frozen):
     """New values in `config.json`, by key, of a plain model, which they say all about."""
     warnings: tuple[str, ...] = Field(default=())
 
-    def warned(self, note: str) -> Plan:
-        return self.model_copy(update={"warnings": (*self.warnings, note)})
+    def warned(self, notes: Iterable[str]) -> Plan:
+        return self.model_copy(update={"warnings": (*self.warnings, *notes)})
 
     def with_facts(self, facts: Mapping[str, Any]) -> Plan:
         """Return the same with more said of its budget."""

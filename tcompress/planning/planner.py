@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -71,7 +72,6 @@ class _Planner:
     clipped: dict[str, str] = field(default_factory=dict)
     # By name of the weight in the model, and those of its output splits.
     choices: dict[str, Choice] = field(default_factory=dict)
-    refused: dict[str, Refusal] = field(default_factory=dict)
     reads: dict[str, Channels] = field(default_factory=dict)
     writes: dict[tuple[str, str], Channels] = field(default_factory=dict)
     sharing: dict[tuple[str, str], Hashable] = field(default_factory=dict)
@@ -80,10 +80,8 @@ class _Planner:
     def run(self) -> None:
         """Plan all layers; again without those that then did not take what they would share."""
         for layer in self.roles.layers:
-            try:
+            with suppress(Refusal):  # it is said of the layer when its turn comes
                 self.choices[layer.weight_name] = self._choice_of(layer)
-            except Refusal as refusal:
-                self.refused[layer.weight_name] = refusal
         coupled = (coupling for block in self.roles.blocks for coupling in couplings(block))
         self.reads, self.writes = channels_left({item: self._size_of(item) for item in coupled})
         alone: set[str] = set()  # weights that turned out to stay dense
@@ -200,9 +198,8 @@ class _Planner:
         return choice
 
     def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
-        if layer.weight_name in self.refused:
-            raise self.refused[layer.weight_name]
-        choice, calibrated = self.choices[layer.weight_name], not self.recipe.calibration.is_none
+        choice = self.choices.get(layer.weight_name) or self._choice_of(layer)
+        calibrated = not self.recipe.calibration.is_none
         copies = layer.experts or 1
         readers = sharing * len(layer.parts) * copies
         reads, parts = self.reads.get(layer.weight_name), []
@@ -295,8 +292,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
             recipe, source, lambda target: _plan(recipe.with_target(target), source, label, storage)
         )
     plan = covered(plan, source)
-    notes = note_of_coverage(plan) if recipe.method else ()
-    return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})
+    return plan.warned(note_of_coverage(plan) if recipe.method else ())
 
 
 def resized(plan: Plan, chosen: Mapping[str, LayerForm | None], source: SourceModel) -> Plan:

@@ -26,12 +26,7 @@ from tcompress.linalg.rounding import Rounding, pack, unpack
 from tcompress.models import read_finite
 from tcompress.planning.costs import TABLE_RANKS, disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
-from tcompress.planning.sites import (
-    low_rank_tables,
-    module_path,
-    tied_to,
-    untied_tables,
-)
+from tcompress.planning.sites import low_rank_tables, module_path, tied_to, untied_tables
 from tcompress.search.candidates import BYTES, Candidate, SearchInputs, Site
 from tcompress.search.corrections import judged_batches
 from tcompress.structures import structure

@@ -108,6 +108,11 @@ class Site:
         pairs = zip(self.candidates, losses, strict=True)
         return replace(self, candidates=tuple(replace(item, loss=loss) for item, loss in pairs))
 
+    def scaled(self, factors: Mapping[LossKey, float]) -> Self:
+        """Return the same with its losses in proportion."""
+        losses = (item.loss * factors.get((item.method, self.key), 1.0) for item in self.candidates)
+        return self.losing(losses)
+
     def costing(self, unit: str, costs: Iterable[int], dense: int) -> Self:
         """Return the same whose candidates, and layers as they are, take this of a resource too."""
         pairs = zip(self.candidates, costs, strict=True)
@@ -143,6 +148,19 @@ class WidthSite(Site):
     def is_attention(self) -> bool:
         """Whether it is about whole heads, of what other sites tell the parts of."""
         return self.orders[0].coupling.kind == "heads"
+
+    def scaled(self, factors: Mapping[LossKey, float]) -> Self:
+        """Scale what fewer channels lose, and none; nothing loses more than none of them."""
+        orders = []
+        for order in self.orders:
+            coupling, losses = order.coupling, order.losses.clone()
+            losses[:1] *= factors.get((coupling, False), 1.0)
+            losses[1:] *= factors.get((coupling, True), 1.0)
+            if (coupling, True) in factors and 0 in coupling.sizes:
+                losses = losses.clamp(max=float(losses[0]))
+            orders.append(replace(order, losses=losses))
+        site = self.losing(_loss(orders, sizes) for sizes in self.sizes)
+        return replace(site, orders=tuple(orders))
 
 
 def of_one_layer(methods: Collection[str]) -> list[str]:
@@ -211,20 +229,6 @@ def narrow_layers(
             terms = (plain_layout(inputs, outputs),)
             parts.append(PartLayout(name=part.name, terms=terms, channels=channels))
         yield entries[layer.name].model_copy(update={"parts": tuple(parts), "reads": reads})
-
-
-def with_losses(site: WidthSite, factors: Mapping[LossKey, float]) -> WidthSite:
-    """Scale what fewer channels lose, and none; nothing loses more than none of them."""
-    orders = []
-    for order in site.orders:
-        coupling, losses = order.coupling, order.losses.clone()
-        losses[:1] *= factors.get((coupling, False), 1.0)
-        losses[1:] *= factors.get((coupling, True), 1.0)
-        if (coupling, True) in factors and 0 in coupling.sizes:
-            losses = losses.clamp(max=float(losses[0]))
-        orders.append(replace(order, losses=losses))
-    site = site.losing(_loss(orders, sizes) for sizes in site.sizes)
-    return replace(site, orders=tuple(orders))
 
 
 def kept_sizes(coupling: Coupling, fraction: float) -> list[int]:

@@ -228,11 +228,6 @@ class Factors(NamedTuple):
     usual: float | None
     """What the output changes by for a predicted loss of one; None where nothing was tried."""
 
-    def scaled(self, site: Site) -> Site:
-        """Return a layer with its losses in proportion."""
-        factors = {name: self.by_key.get((name, site.key), 1.0) for name in site.methods}
-        return site.losing(item.loss * factors[item.method] for item in site.candidates)
-
 
 def factors_of(substitutes: Sequence[Substitute], changes: Mapping[Substitute, float]) -> Factors:
     """Compare what the output changes by with what was predicted.

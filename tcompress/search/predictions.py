@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -68,7 +68,6 @@ from tcompress.structures.modules.linear import PartLayout
 USUAL = 0.25  # kept fraction for which structures are offered where a budget limits an error
 
 Offers = Mapping[str, tuple[Spec, ...]]  # options of methods by name, in the order of preference
-AnySite = TypeVar("AnySite", bound=Site)
 
 
 @dataclass(frozen=True)
@@ -85,23 +84,19 @@ class Predictions:
     fixed: frozenset[str] = frozenset()  # weights of layers that have a size of their own
     substitutes: tuple[Substitute, ...] = ()  # that may be put alone into the dense model
 
-    def mapped(
-        self,
-        layer: Callable[[Site], Site],
-        width: Callable[[WidthSite], WidthSite] = lambda site: site,
-    ) -> Predictions:
+    def mapped(self, change: Callable[[Any], Any]) -> Predictions:
         """Return the same with other sites: of layers by themselves, and of those together."""
-        layers, singly = (tuple(map(layer, sites)) for sites in (self.layers, self.singly))
-        return replace(self, layers=layers, singly=singly, widths=tuple(map(width, self.widths)))
+        layers, singly = (tuple(map(change, sites)) for sites in (self.layers, self.singly))
+        return replace(self, layers=layers, singly=singly, widths=tuple(map(change, self.widths)))
 
     def costing(self, unit: str, cost: Callable[[Costs], int]) -> Predictions:
         """Add what everything takes of a resource, by its other costs."""
 
-        def priced(site: AnySite) -> AnySite:
+        def priced(site: Site) -> Site:
             costs = (cost(item.costs) for item in site.candidates)
             return site.costing(unit, costs, cost(site.dense) if site.dense else 0)
 
-        return self.mapped(priced, priced)
+        return self.mapped(priced)
 
 
 class Predictor:
@@ -158,10 +153,9 @@ class Predictor:
             layers += sites.values()
             widths += narrower
         dropped = {name for name, _ in self.fits.dropped}
-        corrects = inputs.data is None
         return Predictions(
-            layers=tuple(map(self.fits.corrected, layers) if corrects else layers),
-            singly=tuple(layers if corrects else singly),
+            layers=tuple(map(self.fits.corrected, layers)),
+            singly=tuple(layers if inputs.data is None else singly),
             widths=tuple(widths),
             offers=self.offers,
             singles=tuple(self.singles),

@@ -218,7 +218,9 @@ class Time(Resource):
                 costs = [round(_NANO * seconds) + nanos for seconds in chain(*of_methods)]
                 return site.costing(self.unit, costs, round(_NANO * self._unchanged(entry)) + nanos)
 
-            return replace(predictions.mapped(of_layer), widths=tuple(timed))
+            parts = (predictions.layers, predictions.singly)
+            layers, singly = (tuple(map(of_layer, sites)) for sites in parts)
+            return replace(predictions, layers=layers, singly=singly, widths=tuple(timed))
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
         """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
@@ -259,11 +261,9 @@ class Time(Resource):
 
     def _timed(self, entry: LayerPlan, candidates: Sequence[Candidate]) -> list[float]:
         """Seconds that forms of a layer take; few are timed."""
-
-        def measure(index: int) -> float:
-            return self.times.of(candidates[index].form, entry.bias)
-
-        return interpolated([item.costs[PARAMETERS] for item in candidates], measure, POINTS)
+        sizes = [item.costs[PARAMETERS] for item in candidates]
+        forms = [item.form for item in candidates]
+        return interpolated(sizes, lambda index: self.times.of(forms[index], entry.bias), POINTS)
 
     def _products(self, item: Candidate) -> float:
         forms = ((self.entries[key], form) for key, form in item.forms if form)

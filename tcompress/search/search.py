@@ -22,7 +22,7 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.sites import structure_of
 from tcompress.search.bits import TableSite, table_site
 from tcompress.search.budgets import BudgetProblem
-from tcompress.search.candidates import SearchInputs, with_losses
+from tcompress.search.candidates import SearchInputs
 from tcompress.search.corrections import Factors, Substitute, changes_with, factors_of, to_try
 from tcompress.search.predictions import Predictions, Predictor
 from tcompress.search.resources import RESOURCES, Resource, Time, plan_in_time
@@ -137,8 +137,8 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     if inputs.data is not None:
         factors = measured.factors(problem.methods, inputs)
         # What candidates are predicted to lose is corrected by what some of them did lose.
-        width = partial(with_losses, factors=factors.by_key)
-        problem = replace(problem, predictions=predictions.mapped(factors.scaled, width))
+        corrected = predictions.mapped(lambda site: site.scaled(factors.by_key))
+        problem = replace(problem, predictions=corrected)
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
             change = factors.usual or 1 / sum(map(samples_in, inputs.data.fitted_batches))
             if change not in measured.tables:

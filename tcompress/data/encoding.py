@@ -1,4 +1,7 @@
-"""From texts to token ids and from pictures to pixel values, as the model's folder says."""
+"""From texts, and pairs of texts, to token ids, and from picture files to pixel values.
+
+As the model's folder says.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tcompress.data.inputs import (
     vocabulary_size,
 )
 from tcompress.data.tables import Picture
-from tcompress.errors import DataError, first_line, read_json
+from tcompress.errors import DataError, first_line, parse_json
 from tcompress.models import SourceModel
 from tcompress.progress import tell
 
@@ -132,7 +135,7 @@ class TextEncoder:
         return [[*tokens, *last] for tokens in columns["input_ids"]]
 
     def encode_whole(self, texts: Sequence[str], *, targets: bool = False) -> Iterator[list[int]]:
-        """Yield all tokens of each text; of `targets`, which a decoder is to write, `limit`."""
+        """Yield all tokens of each text; at most `limit` of `targets`, which a decoder writes."""
         for first in range(0, len(texts), _CHUNK):
             chunk = list(texts[first : first + _CHUNK])
             if targets:  # tokenizers of translation models write another language than they read
@@ -367,8 +370,9 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
 def processor_settings(source: SourceModel) -> dict[str, Any]:
     """Read how pictures are prepared, which cannot be opened without Pillow; {} if none is said."""
     for name in ("preprocessor_config.json", "processor_config.json"):
-        with suppress(ValueError, AttributeError):
-            options = read_json(source.folder / name)
+        with suppress(OSError, ValueError, AttributeError):
+            # As Transformers reads it, which takes no byte order mark.
+            options = parse_json((source.folder / name).read_text(encoding="utf-8"))
             if name == "processor_config.json":
                 options = options.get("image_processor", {})
             if isinstance(options, dict) and options:

@@ -80,6 +80,7 @@ def quantize_int8(
             # What contributed operators compute, shape inference does not know.
             extra_options={"DefaultTensorType": _FLOAT},
         )
+        # Written again, for its weights beside it to have the name that they have here.
         return _saved(onnx.load(written), target, external)
 
 

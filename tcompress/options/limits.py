@@ -1,6 +1,6 @@
 """Limits of a conversion: how large, slow or lossy its result may be; one of several ways each.
 
-A field of `Convert` that is one says so beside its flag (`limits=`); nothing else lists them.
+A field of `Convert` that is one says so beside its flag (`limits=`); and is in all lists by that.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
         for kind in naive_values(metric):
             text = fmt.value_text(naive[kind]) if kind in naive else ""
             # Each says of which number it is: models side by side share lines of one label.
-            rows.append(Row(f"  {kind} of {label} (no model)", text))
+            rows.append(Row(f"  {label} of {kind} (no model)", text))
     return rows
 
 

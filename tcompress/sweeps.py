@@ -432,8 +432,8 @@ class _Sweep:
                 check_run(self.source, teachers, self.recipe.finetune)
         if self.dense.report is None:
             trust = self.source.trust_remote_code
-            found = report_of(self.source.folder, trust_remote_code=trust)
-            self.dense.report = found.model_copy(update={"name": self.source.id})
+            report = report_of(self.source.folder, trust_remote_code=trust)
+            self.dense.report = report.model_copy(update={"name": self.source.id})
         self._measure(self.dense, self.source.folder, DENSE)
         for cell in work:
             if cell.name in lacking:

@@ -71,18 +71,18 @@ def _to_dense(
     from tcompress.models.names import read_config, stands_alone
 
     with shown_progress(quiet=manner.quiet) as progress:
-        made = export_dense(model, folder, force=written.force, progress=progress)
+        exported = export_dense(model, folder, force=written.force, progress=progress)
     if manner.as_json:
-        print_json({"output": str(made), "format": "dense"})
+        print_json({"output": str(exported), "format": "dense"})
     else:
-        alone = stands_alone(read_config(made))
+        alone = stands_alone(read_config(exported))
         needs = "without tcompress" if alone else "with `import tcompress`"
         tell(f"Wrote `{folder}`, which loads {needs}.")
 
 
 def _refuse_options(files: OnnxFiles) -> None:
-    if given := files.model_dump(exclude_defaults=True):
-        names = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
+    if options := files.model_dump(exclude_defaults=True):
+        names = ", ".join(f"`--{name.replace('_', '-')}`" for name in options)
         raise InputError(f"{names} can only be given for ONNX files", "add `--to onnx`")
 
 

@@ -39,14 +39,14 @@ def table(
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title or None, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    made.title_justify = made.caption_justify = "left"
-    made.title_style = made.header_style = "bold"
+    result = Table(title=title or None, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    result.title_justify = result.caption_justify = "left"
+    result.title_style = result.header_style = "bold"
     for name in names:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        result.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:

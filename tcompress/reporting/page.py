@@ -62,18 +62,18 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
     if kind is None:
         return None
     groups = fmt.grouped(layers, lambda layer: (layer.role, layer.block))
-    errors = {place: mean_errors(group).get(kind) for place, group in groups.items()}
-    means = {place: error for place, error in errors.items() if error is not None}
-    worst = max(means, key=lambda place: means[place])
+    errors = {cell: mean_errors(group).get(kind) for cell, group in groups.items()}
+    means = {cell: error for cell, error in errors.items() if error is not None}
+    worst = max(means, key=lambda cell: means[cell])
     low, top = min(means.values()), means[worst]
     alike = fmt.error_text(low) == fmt.error_text(top)
 
-    def shade(place: tuple[str, str]) -> Shade | None:
+    def shade(cell: tuple[str, str]) -> Shade | None:
         """Shades span what errors there are: differences show, though all are small or large."""
-        if place not in means:
+        if cell not in means:
             return None
-        share = 0.5 if alike else (means[place] - low) / (top - low)
-        return Shade(means[place], round(_LIGHTEST + share * (_DARKEST - _LIGHTEST)))
+        share = 0.5 if alike else (means[cell] - low) / (top - low)
+        return Shade(means[cell], round(_LIGHTEST + share * (_DARKEST - _LIGHTEST)))
 
     short = fmt.short_names(layer.block for layer in layers)
     roles = dict.fromkeys(layer.role for layer in layers)

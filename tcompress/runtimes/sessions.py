@@ -90,15 +90,15 @@ def arrays_of(inputs: Mapping[str, Tensor | NDArray[Any]], names: Sequence[str])
 
     `token_type_ids` that nobody gives are zeros, an `attention_mask` is ones.
     """
-    found: Arrays = {}
+    arrays: Arrays = {}
     for name in names:
         if name in inputs:
             value = inputs[name]
-            found[name] = value.numpy() if isinstance(value, Tensor) else value
+            arrays[name] = value.numpy() if isinstance(value, Tensor) else value
         elif name in ("attention_mask", "token_type_ids") and "input_ids" in inputs:
             like = np.asarray(inputs["input_ids"])
-            found[name] = (np.ones if name == "attention_mask" else np.zeros)(like.shape, "int64")
-    return found
+            arrays[name] = (np.ones if name == "attention_mask" else np.zeros)(like.shape, "int64")
+    return arrays
 
 
 def bytes_of(path: Path) -> int:

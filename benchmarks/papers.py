@@ -89,8 +89,11 @@ ROWS = {
     "tweetqa": Row("tweetqa-tam", "tweetqa", SMALL),
     "tweetqa-without-fusing": Row("tweetqa-tam", "tweetqa", SMALL, "without-fusing"),
     "tweetqa-without-alignment": Row("tweetqa-tam", "tweetqa", SMALL, "without-alignment"),
-    "tweetqa-bert": Row("tweetqa-tam", "tweetqa", SMALL, "softmax"),
-    "tweetqa-multilinear": Row("tweetqa-tam", "tweetqa", SMALL, "multilinear"),
+    **{
+        f"tweetqa-{variant}": Row("tweetqa-tam", "tweetqa", SMALL, variant)
+        for kind in ("softmax", "multilinear")
+        for variant in (kind, f"{kind}-without-question")
+    },
     "r8": Row("r8-tsa", "reuters_r8", R8),
     "r8-dot-product": Row("r8-tsa", "reuters_r8", R8, "dot-product"),
     "r8-additive": Row("r8-tsa", "reuters_r8", R8, "additive"),
@@ -208,8 +211,9 @@ def local_files(folder: Path, variant: str = "") -> list[str]:
         said = [said[0], f"evaluate.0.data={train}", f"evaluate.1.data={test}"]
     if folder.name == "tweetqa":
         said.append(f"pretrain.data.source=[{train}]")
-        two = variant in ("softmax", "multilinear", "replacement")
+        two = variant.startswith(("softmax", "multilinear", "replacement"))
         texts = "text: question+passage" if two else "text: passage, semantics: question"
+        texts = "text: passage" if variant.endswith("without-question") else texts
         for place in ("pretrain.data", "finetune.data", "evaluate.0"):
             said.append(f"{place}.columns={{{texts}, pair: answers}}")
     if folder.name.startswith("adrenal"):

@@ -94,8 +94,6 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
         layout: MultilinearLayout,
         visible: Visible,
     ) -> tuple[Tensor, None]:
-        from torch.nn.functional import pad
-
         tokens, length = q.shape[2], layout.length
         if tokens > length or k.shape[2] != tokens:
             met = f"met {tokens} queries and {k.shape[2]} keys"
@@ -105,11 +103,13 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
         valid = visible.tokens
         if valid is not None:
             q, k, v = (x * valid[:, None, :, None].to(x.dtype) for x in (q, k, v))
-        k, v = (pad(x, (0, 0, 0, length - tokens)) for x in (k, v))
-        weighed = q * tensors["core"][:, None] / layout.heads
-        pairs = k.mT[..., None] * v.mT[..., None, :]  # (batch, heads, head_dim, length, length)
-        tensor = weighed.transpose(1, 2).flatten(2) @ pairs.flatten(3).flatten(1, 2)
-        return (tensor @ tensors["out"]).unflatten(-1, (layout.heads, -1)).transpose(1, 2), None
+        weighed = (q * tensors["core"][:, None] / layout.heads).transpose(1, 2).flatten(2)
+        # Tokens that are not there are zeros: their rows of `out` weigh nothing. Pairs meet `out`
+        # before queries do, so that nothing of the size of (tokens, length, length) is made.
+        out = tensors["out"].unflatten(0, (length, length))[:tokens, :tokens].flatten(0, 1)
+        pairs = k.mT[..., None] * v.mT[..., None, :]  # (batch, heads, head_dim, tokens, tokens)
+        mixed = pairs.flatten(3).flatten(1, 2) @ out  # (batch, heads x head_dim, ...)
+        return (weighed @ mixed).unflatten(-1, (layout.heads, -1)).transpose(1, 2), None
 
 
 register(Multilinear())

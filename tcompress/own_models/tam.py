@@ -283,28 +283,23 @@ class TCompressTamForPreTraining(TCompressTamPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        masked_positions: Tensor | None = None,
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
         **kwargs: Any,
     ) -> BertForPreTrainingOutput:
-        """Predict words at `masked_positions` (batch, tokens), or at all, and segments.
+        """Predict words and segments.
 
-        Logits are (masked, words) or (batch, tokens, words), and (batch, 2): 0 for a text that
-        follows. `labels` of words are -100 where none is predicted, as BERT's, and a loss is
-        returned where both kinds of labels are given.
+        Logits are (batch, tokens, words) and (batch, 2): 0 for a text that follows. `labels` of
+        words are -100 where none is predicted, as BERT's, and a loss is returned where both kinds
+        of labels are given.
         """
         read = self.model(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
         states = read.last_hidden_state
         segments = self.seq_relationship(states[:, 0])
-        if masked_positions is not None:
-            states = states[masked_positions.bool()]
         inner = ACT2FN[self.config.hidden_act](self.transform(states))
         words = self.decoder(self.transform_norm(inner))
         loss = None
         if labels is not None and next_sentence_label is not None:
-            if masked_positions is not None:
-                labels = labels[masked_positions.bool()]
             loss = cross_entropy(words.flatten(0, -2), labels.flatten())
             loss = loss + cross_entropy(segments, next_sentence_label.flatten())
         outputs = loss, words, segments, read.hidden_states, read.attentions

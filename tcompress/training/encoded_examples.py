@@ -173,8 +173,6 @@ class ExampleEncoder:
         def read(index: int, epoch: int) -> list[Row]:
             [row] = hidden.read(index, epoch)
             row["words"] = row.pop("labels")
-            if "masked_positions" in self.inputs.names:
-                row["masked_positions"] = (row["words"] != IGNORED).long()
             return [row]
 
         return replace(hidden, read=read)

@@ -18,7 +18,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MAKERS
 
 from tcompress.data.inputs import IGNORED
 from tcompress.training.batches import Encoded, in_order, loader, model_inputs, on_device, pins
-from tcompress.training.objectives import Batch, Observed, Similarities, Unit, fed_with
+from tcompress.training.objectives import (
+    Batch,
+    Observed,
+    Similarities,
+    Unit,
+    fed_with,
+    predicted_at,
+)
 from tcompress.training.setup import Setup
 from tcompress.training.tasks import TrainingTask
 from tcompress.training.teacher_outputs import TeacherOutputs
@@ -183,7 +190,7 @@ class Losses:
             return moved, self.teachers.of_batch(moved, self.setup.data.train, cached=False)
 
     def _loss(self, batch: Batch, counts: Mapping[Unit, Tensor], teacher: Observed) -> Tensor:
-        student = self.setup.observer.run(model_inputs(batch), self.model)
+        student = self._student(batch)
         terms = [
             weight * objective.loss(batch, student, teacher) / counts[objective.unit]
             for objective, weight in self.setup.objectives
@@ -193,6 +200,10 @@ class Losses:
             trained = self.setup.trained.values()
             terms.append(0.0 * torch.stack([value.sum() for value in trained]).sum())
         return torch.stack(terms).sum()
+
+    def _student(self, batch: Batch) -> Observed:
+        with predicted_at(self.setup.observer.model, batch.get("words")):
+            return self.setup.observer.run(model_inputs(batch), self.model)
 
     def run_student(self, batch: Batch) -> Observed:
         """Run the model as it is, without gradients' wrappers."""
@@ -228,7 +239,7 @@ class Losses:
             moved = self._moved(batch)
             with self._unread_masks(batch), self.accelerator.autocast():
                 teacher = self.teachers.of_batch(moved, self.setup.data.validation)
-                student = self.setup.observer.run(model_inputs(moved), self.model)
+                student = self._student(moved)
             for losses, (objective, _) in zip(sums, chosen, strict=True):
                 if isinstance(objective, Similarities):
                     vectors.append(objective.vectors(moved, student, teacher))

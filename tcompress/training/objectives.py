@@ -17,6 +17,7 @@ from torch.nn.functional import kl_div, log_softmax, logsigmoid
 from transformers import PreTrainedModel
 
 from tcompress.attention.module import UnusedProjection
+from tcompress.data.inputs import IGNORED
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError
 from tcompress.models import SourceModel
@@ -135,6 +136,22 @@ def _feed(state: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     if args:
         return (state.to(args[0].dtype), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": state.to(kwargs["hidden_states"].dtype)}
+
+
+@contextmanager
+def predicted_at(model: PreTrainedModel, words: Tensor | None) -> Iterator[None]:
+    """Predict words where they are hidden alone: all others cost most of a step.
+
+    `words` are those to predict, `IGNORED` elsewhere (examples, tokens), or None for all of them.
+    Logits of words are (hidden, vocabulary) then.
+    """
+    decoder = None if words is None else model.get_output_embeddings()
+    if words is None or decoder is None:
+        yield
+        return
+    hidden = words != IGNORED
+    with decoder.register_forward_pre_hook(lambda _, args: (args[0][hidden],)):
+        yield
 
 
 def loaded_roles(source: SourceModel, model: PreTrainedModel) -> Roles:

@@ -196,7 +196,7 @@ class Pretraining(ResponseSelection):
         words = batch["words"]
         rows, places = (words != IGNORED).nonzero(as_tuple=True)
         logits = outputs.output.prediction_logits.float()
-        if logits.dim() == 3:  # of all words, not of the masked ones alone
+        if logits.dim() == 3:  # of all words, since the model does not say what predicts them
             logits = logits[rows, places]
         each = cross_entropy(logits, words[rows, places], reduction="none")
         counts = torch.bincount(rows, minlength=len(words)).clamp_min(1)

@@ -15,6 +15,7 @@ from tcompress.own_models.tam import (
     TCompressTamForPreTraining,
     TCompressTamForSequenceClassification,
 )
+from tcompress.training.objectives import predicted_at
 
 SIZES: dict[str, Any] = {
     "vocab_size": 30, "hidden_size": 12, "attention_size": 5, "num_hidden_layers": 2, "cores": 2,
@@ -83,15 +84,16 @@ def test_its_layers_take_structures(without: str, tmp_path: Path) -> None:
         torch.testing.assert_close(small(**batch).logits, model(**batch).logits)
 
 
-def test_masked_words_alone_are_predicted_on_request() -> None:
+def test_words_are_predicted_where_they_are_hidden_alone() -> None:
     model, batch = _model(TCompressTamForPreTraining), _batch()
-    hidden = torch.zeros_like(batch["input_ids"])
-    hidden[0, 2] = hidden[1, 1] = 1
+    words = torch.full_like(batch["input_ids"], -100)
+    words[0, 2] = words[1, 1] = 3
     with torch.no_grad():
         all_words = model(**batch)
-        some = model(**batch, masked_positions=hidden)
+        with predicted_at(model, words):
+            some = model(**batch)
     assert all_words.seq_relationship_logits.shape == (2, 2)
-    torch.testing.assert_close(some.prediction_logits, all_words.prediction_logits[hidden.bool()])
+    torch.testing.assert_close(some.prediction_logits, all_words.prediction_logits[words != -100])
 
 
 # ---------------------------------------------------------------- mistakes

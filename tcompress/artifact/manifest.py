@@ -227,8 +227,8 @@ class TrainingFacts(_Section):
     tokens: int  # seen, padding not counted
     seconds: float
     validation: str  # name of the validated number
-    best_step: int  # its weights are those of the model, as far as `share` says; it has `best`
-    best: float
+    best_step: int  # its weights are those of the model, as far as `share` says
+    best: float  # the validated number of what is written, where `share` is not 0
     curve: list[CurvePoint]
     environment: dict[str, str]
     share: float = 1.0  # of the way from the first weights to those of `best_step`

@@ -87,18 +87,25 @@ def open_architecture(
         for name, value in architecture.sizes.items()
         if value is not None or name in {*keys, "architectures"}
     }
-    names = [architecture.kind] if architecture.kind else sizes.pop("architectures", None) or []
+    named = sizes.pop("architectures", None) or []
+    names = architecture.kind or named
+    names = [names] if isinstance(names, str) else [str(name) for name in names]
     problems = [_unknown_key(name, kind, keys) for name in sizes if name not in keys]
     try:
         check_counts(sizes)
     except ValueError as error:
         raise RecipeError(f"`architecture` {error}", "check the sizes in `architecture`") from error
+    problems += [
+        f"`architecture.{name}` is `{value}`, expected a whole number"
+        for name in ("vocab_size", "type_vocab_size")
+        if (value := sizes.get(name)) is not None and type(value) is not int
+    ]
     bare = _built(kind, {}, problems=[])
     model_class = _model_class(bare, names, problems)
     if problems:
-        hint = "the documentation of Transformers lists the keys of each family"
+        hint = "the documentation of Transformers lists the keys of each family, and what they are"
         raise RecipeError("; ".join(problems), hint)
-    segments = sizes.get("type_vocab_size", getattr(bare, "type_vocab_size", 0)) > 1
+    segments = (sizes.get("type_vocab_size", getattr(bare, "type_vocab_size", 0)) or 0) > 1
     tokenizer = _tokenizer(architecture.tokenizer, token, segments)
     config = _built(kind, {**_from_tokenizer(bare, tokenizer, sizes), **sizes}, problems)
     if config is None or problems:

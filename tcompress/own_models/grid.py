@@ -185,7 +185,7 @@ class TCompressGridForImageClassification(TCompressGridPreTrainedModel):
         self, grid_values: Tensor, labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
         """Classifies volumes of values from 0 to 1.  # (batch, channels, *input_size)."""
-        read = self.model(grid_values, **kwargs)
+        read = self.model(grid_values, return_dict=True, **kwargs)
         logits = self.classifier(read.last_hidden_state.mean(1))
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss, logits, read.hidden_states, read.attentions)
@@ -224,7 +224,7 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
             mean = past.mean(1, keepdim=True)
             spread = (past.var(1, keepdim=True, correction=0) + 1e-5).sqrt()
             past = (past - mean) / spread
-        read = self.model(past.mT[:, None], **kwargs)
+        read = self.model(past.mT[:, None], return_dict=True, **kwargs)
         rows = read.last_hidden_state.unflatten(1, self.config.grid).flatten(2)
         # A row of patches may hold several variables.
         forecast = self.head(rows).unflatten(-1, (self.config.patch_size[0], -1)).flatten(1, 2).mT

@@ -251,7 +251,8 @@ class TCompressTamForSequenceClassification(TCompressTamPreTrainedModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Classify; inputs are those of the model without a head.  # (batch, labels)."""
-        read = self.model(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
+        read = self.model(*inputs, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(read.last_hidden_state[:, 0]))
         facts = {"labels": labels, "pooled_logits": logits, "config": self.config}
         loss = None if labels is None else self.loss_function(**facts)
@@ -293,7 +294,8 @@ class TCompressTamForPreTraining(TCompressTamPreTrainedModel):
         words are -100 where none is predicted, as BERT's, and a loss is returned where both kinds
         of labels are given.
         """
-        read = self.model(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        inputs = input_ids, attention_mask, token_type_ids, inputs_embeds
+        read = self.model(*inputs, return_dict=True, **kwargs)
         states = read.last_hidden_state
         segments = self.seq_relationship(states[:, 0])
         inner = ACT2FN[self.config.hidden_act](self.transform(states))

@@ -169,7 +169,7 @@ class TCompressTextForSequenceClassification(TCompressTextPreTrainedModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Classifies texts; `labels` are classes, or scores.  # (batch,)."""
-        read = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)
+        read = self.model(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
         logits = self.classifier(_mean(read.last_hidden_state, attention_mask))
         facts = {"labels": labels, "pooled_logits": logits, "config": self.config}
         loss = None if labels is None else self.loss_function(**facts)

@@ -327,7 +327,6 @@ def attention_picture(shown: AttentionMap) -> Markup:
 
 def training_charts(run: TrainingFacts) -> dict[str, Markup]:
     """Draws the loss, and the validated number with the best step, where they were recorded."""
-    best = (float(run.best_step), run.best) if math.isfinite(run.best) else None
     losses = _known((point.step, point.loss) for point in run.curve)
     validated = _known((point.step, point.validation) for point in run.curve)
     charts = {}
@@ -335,6 +334,7 @@ def training_charts(run: TrainingFacts) -> dict[str, Markup]:
         charts["loss"] = _curve(losses, "training loss", "curve", None)
     if len(validated) > 1:
         label = f"validation: {run.validation}"
+        best = next((point for point in validated if point[0] == run.best_step), None)
         charts["validation"] = _curve(validated, label, "second", best)
     return charts
 

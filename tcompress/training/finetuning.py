@@ -259,7 +259,7 @@ class _Run:
             **state.model_dump(include=_RECORDED),
             stage="blocks, then end-to-end" if blocks_first(options) else "end-to-end",
             task=options.task,
-            teacher=" + ".join(teacher.id for teacher in self.teachers) or None,
+            teacher=" + ".join(teacher.id for teacher in self.teachers if setup.imitates) or None,
             data=setup.data.name,
             data_fingerprint=setup.data.fingerprint,
             objectives={objective.name: weight for objective, weight in setup.objectives},

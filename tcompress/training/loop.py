@@ -136,7 +136,8 @@ class Loop:
         self._validation = state.validation
         self._agree(interrupted=False)
         mixing = mixing_validations(self.setup)
-        self.pace.reserve(self._validation * (1 + mixing) + self._writing)
+        after = 2 if mixing else 1  # validations: of a mixture too
+        self.pace.reserve(self._validation * (after + mixing) + self._writing)
         self.pace.note(state.step, self._now)
         begun = state.step
         self.model.train()
@@ -155,6 +156,8 @@ class Loop:
             self._mix()
         if self.rounded.later:
             self._round()
+        elif 0 < state.share < 1:  # the weights are none of those that were validated
+            state.best = self.fitting.validate(state)
         state.seconds = self._seconds()
         return state
 
@@ -162,7 +165,7 @@ class Loop:
         """Go back as far on the way from the first weights as agrees best with the teacher."""
         seconds = math.inf
         if self.setup.options.minutes is not None and self.accelerator.num_processes == 1:
-            self.pace.reserve(self._writing)
+            self.pace.reserve(self._validation + self._writing)
             seconds = self.pace.left(self._seconds())
         start = self.checkpoints.best(0)
         run = partial(best_mix, self.losses, start, self.rounded, self.progress, seconds)

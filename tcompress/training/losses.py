@@ -46,7 +46,9 @@ def tokens_in(batch: Batch) -> int:
 def _counts(batch: Batch) -> dict[Unit, float]:
     """Numbers of the units in a batch that is still on the CPU."""
     labels = batch.get("labels")
-    targets = 0.0 if labels is None else float((labels != IGNORED).sum())
+    targets = 0.0
+    if labels is not None:  # a score may have any value
+        targets = float(labels.numel() if labels.is_floating_point() else (labels != IGNORED).sum())
     examples, tokens = float(examples_in(batch)), float(tokens_in(batch))
     return {"examples": examples, "tokens": tokens, "targets": targets}
 

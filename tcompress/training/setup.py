@@ -122,7 +122,8 @@ def set_up(
         source, options.data, task, options.seed, *how, variants=teaching.kind == "vectors"
     )
     for teacher in teaching.beside:
-        check_length(teacher, max(data.train.lengths + data.validation.lengths))
+        parts = (data.train, data.validation, *data.held.values())
+        check_length(teacher, max(length for part in parts for length in part.lengths))
     set_seed(options.seed)
     data, head = with_head(task, data, source, first if "logits" in names else None)
     task = task and task.suited_to(data.labels)
@@ -160,8 +161,10 @@ def set_up(
             tell_padding(taught, data.pad)
         teacher_observer = watched[0] if teaching.kind == "states" else TokenTeachers(watched)
     tell_padding(model, data.pad)
-    if not (first is None if options.dropout is None else options.dropout):
+    if not (not teaching.teachers if options.dropout is None else options.dropout):
         drop_nothing(model)
+    elif teaching.beside:
+        drop_no_blocks(model)  # whose states are compared with the teacher's
     setting = Setting(
         temperature=options.temperature,
         per_token=predicted(type(model)) != "classes",
@@ -308,6 +311,9 @@ def _choose_trained(
     for name, parameter in model.named_parameters():
         is_new = fresh_head and not name.startswith(base)
         parameter.requires_grad_(how == "all" or is_new or name.startswith(prefixes))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        hint = "train `blocks` or `all` of it instead"
+        raise InputError("what is rewritten of the model has nothing that can be trained", hint)
 
 
 def _paths(model: PreTrainedModel, *kinds: type[nn.Module]) -> list[str]:
@@ -322,6 +328,13 @@ def drop_nothing(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def drop_no_blocks(model: nn.Module) -> None:
+    """Turn layer dropping off, wherever a module has it."""
+    for module in model.modules():
+        for name in [name for name in vars(module) if name.lower() == "layerdrop"]:
+            setattr(module, name, 0.0)
 
 
 def _sentences_and_task(

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tcompress.errors import InputError, Problems, listed
 from tcompress.linalg.rounding import Rounding
 from tcompress.structures.modules.linear import StructuredLinear
+from tcompress.training.setup import drop_no_blocks
 
 _DDP = "or leave `--shard` out: each process then keeps the whole model"
 
@@ -76,10 +77,7 @@ def shard(model: nn.Module, blocks: Iterable[str], accelerator: Accelerator) -> 
     empty = {value for value in model.parameters() if not value.numel()}
     for value in empty:  # there is nothing to share out
         value.data = value.data.to(device)
-    for module in model.modules():
-        for name in vars(module):
-            if name.lower() == "layerdrop":  # all processes run the same blocks
-                setattr(module, name, 0.0)
+    drop_no_blocks(model)  # all processes run the same ones
     apart = _apart(model, blocks)
     for name in blocks:
         model.get_submodule(name).register_forward_hook(_with_all_weights, prepend=True)

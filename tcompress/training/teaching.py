@@ -23,6 +23,8 @@ from tcompress.hf.opening import has_head
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
 from tcompress.planning.entries import DepthPlan
+from tcompress.training.objectives import OBJECTIVES
+from tcompress.training.schedule import blocks_first
 from tcompress.training.tasks import TASKS
 
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
@@ -84,7 +86,7 @@ def arranged(
         InputError: They cannot be compared with the student, or not by the objectives that are
             asked for. All problems are named.
     """
-    if not teachers:
+    if not teachers or not _imitates(options):
         return Teaching()
     has_blocks = depth is not None or options.teacher_blocks  # which say whose states are compared
     differ = differences if has_blocks else _all_differences
@@ -108,6 +110,13 @@ def arranged(
         _check_stages(teachers, options)
     problems.report()
     return Teaching((*teachers,), kind)
+
+
+def _imitates(options: Finetune) -> bool:
+    """True if an objective, or a stage, compares with a teacher."""
+    weights = options.objectives
+    needing = (weight and OBJECTIVES[name].needs_teacher for name, weight in weights.items())
+    return not weights or blocks_first(options) or any(needing)
 
 
 def differences(student: SourceModel, teacher: SourceModel) -> list[str]:

@@ -67,15 +67,14 @@ def load_data(
     reader = ExampleReader(encoder, options, teacher, progress or Silent())
     parts = reader.training()
     training = _joined(parts)
-    validation = reader.validation(training)
-    if validation is not None:
-        held_out = [_with_classes(validation, training)]
-    else:
-        limit, held_out = max(1, options.validation_samples // len(parts)), []
+    held_out = [_with_classes(part, training) for part in reader.validation(parts)]
+    if options.validation is None:
+        limit = max(1, options.validation_samples // len(parts))
         for index, part in enumerate(parts):
-            fewest = min(FEWEST_HELD, len(part) // 10) if task is None else task.fewest_held
-            parts[index], held = _split_off(part, options.holdout, limit, seed, fewest)
-            held_out.append(held)
+            if part.whole:
+                fewest = min(FEWEST_HELD, len(part) // 10) if task is None else task.fewest_held
+                parts[index], held = _split_off(part, options.holdout, limit, seed, fewest)
+                held_out.append(held)
         training = _joined(parts)
     if options.weights:
         pairs = zip(parts, options.weights, strict=True)
@@ -111,7 +110,7 @@ def check_training_data(
     """Read the data of a run without encoding it; errors are those of `load_data`."""
     encoder = ExampleEncoder.of(source, task, seed, options.max_length)
     reader = ExampleReader(encoder, options, teacher)
-    reader.validation(reader.training()[0])
+    reader.validation(reader.training())
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,13 @@ class ExampleReader:
         options = self.options
         return [self._read(name, options.split, options.samples) for name in options.source]
 
-    def validation(self, training: Examples) -> Examples | None:
-        """Read the examples to validate on, if they are named or the file has a part for them."""
-        options = self.options
-        name = options.validation or (None if training.whole else options.source[0])
+    def validation(self, training: Sequence[Examples]) -> list[Examples]:
+        """Read the examples to validate on: those named, or what files have as a part for them."""
+        options, sources = self.options, self.options.source
+        names = [name for name, part in zip(sources, training, strict=True) if not part.whole]
+        names = [options.validation] if options.validation else names
         split, samples = options.validation_split, options.validation_samples
-        return None if name is None else self._read(name, split, samples)
+        return [self._read(name, split, samples) for name in names]
 
     def beside(self, count: int) -> list[Examples]:
         """Read so many texts that ship, for models of texts that are not trained on them."""

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, GPT2Conf
 
 from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.attention.module import ReplacementModule
-from tcompress.errors import SourceError
+from tcompress.errors import RecipeError, SourceError
 from tcompress.fitting.first_values import scaled
 from tcompress.models import SourceModel
 from tcompress.models.keymap import read_parameter
@@ -74,6 +74,19 @@ def test_weights_that_are_there_are_not_read(tmp_path: Path) -> None:
 def test_sizes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(SourceError, match="no `BertForSequenceClassification` can be built with"):
         open_architecture(architecture(hidden_size=30), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": "1e4"}, "`architecture.vocab_size` is `1e4`, expected a whole number"),
+        ({"type_vocab_size": "2"}, "`architecture.type_vocab_size` is `2`, expected a whole"),
+        ({"class": None, "architectures": [5]}, "`architecture.class` is `5`, which is no class"),
+    ],
+)
+def test_values_of_another_kind_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        open_architecture(architecture(**changes), 0)
 
 
 # ------------------------------------------------------------- first values of structures

@@ -57,6 +57,7 @@ def test_implementations_of_attention_agree(name: str, tiny: Callable[[str], Pat
         found, other = model(**batch), eager(**batch, output_attentions=True)
     key = "prediction_outputs" if name.endswith("series") else "logits"
     torch.testing.assert_close(found[key], other[key])
+    assert torch.equal(model(**batch, return_dict=False)[0], found[key])
     states = model(**batch, output_hidden_states=True).hidden_states
     assert len(states) == 3
     for weights in other.attentions:

@@ -67,6 +67,8 @@ def test_files_with_parts_are_validated_on_their_own(tmp_path: Path) -> None:
     archive = str(archive_file(tmp_path / "v.npz"))
     data = data_of(model, "volume-classification", source=[archive])
     assert (len(data.train), len(data.validation)) == (24, 23)
+    both = data_of(model, "volume-classification", source=[archive, archive])
+    assert (len(both.train), len(both.validation)) == (48, 46)
     (row,) = data.train[0]
     assert row["grid_values"].shape == (1, *VOLUME)
     assert 0 <= float(row["grid_values"].min()) < float(row["grid_values"].max()) <= 1

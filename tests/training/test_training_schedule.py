@@ -17,7 +17,7 @@ from tcompress.errors import TrainingError
 from tcompress.progress import Silent
 from tcompress.training import finetuning, loop
 from tcompress.training.loop import stopping
-from tcompress.training.losses import is_out_of_memory
+from tcompress.training.losses import _counts, is_out_of_memory
 from tcompress.training.objectives import Observed, Observer
 from tcompress.training.schedule import (
     HEALING_RATE,
@@ -29,7 +29,7 @@ from tcompress.training.schedule import (
     total_steps,
 )
 from tcompress.training.setup import drop_nothing
-from tests.support.evaluation import pairs_file
+from tests.support.evaluation import classifier, headed, labelled_file, pairs_file
 from tests.support.tiny import TINY, build
 from tests.support.training import (
     assert_alike,
@@ -327,3 +327,23 @@ def test_dropout_off(family: str) -> None:
         assert not torch.allclose(model.train()(**inputs).logits, wanted)
         drop_nothing(model)
         assert_close(model.train()(**inputs).logits, wanted)
+
+
+def test_blocks_that_are_compared_are_not_dropped(tmp_path: Path) -> None:
+    model = headed("bart", tmp_path, "BartModel", encoder_layerdrop=0.9, decoder_layerdrop=0.9)
+    data = {"source": [str(pairs_file(tmp_path / "pairs.jsonl"))]}
+    data["columns"] = {"source": "sentence1", "target": "sentence2"}
+    how = {"task": "seq2seq", "teacher": [str(model)], "dropout": True, "data": data}
+    assert train(model, tmp_path / "out", **how).facts.steps == 4
+
+
+def test_a_teacher_that_no_objective_asks_is_not_run(tmp_path: Path) -> None:
+    model = classifier(tmp_path / "model")
+    how = {"task": "classification", "teacher": str(model), "objectives": {"task": 1.0}}
+    data = {"source": [str(labelled_file(tmp_path / "rows.jsonl"))]}
+    assert train(model, tmp_path / "out", data=data, **how).facts.teacher is None
+
+
+def test_scores_of_minus_a_hundred_count() -> None:
+    batch = {"input_ids": torch.ones(3, 2), "labels": torch.full((3,), -100.0)}
+    assert _counts(batch)["targets"] == 3.0

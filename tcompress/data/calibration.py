@@ -443,7 +443,8 @@ class WholeTexts(NamedTuple):
                 texts = builtin_texts()
                 yield cls("builtin text", len(texts), iter([[[text] for text in texts]]))
                 continue
-            with opened(name, options.split) as table:
+            with opened(name, options.split) as stored:
+                table = with_listed_texts(stored) if kinds == {"text"} else stored
                 has, single = table.rows.column_names, len(options.source) == 1
                 named = [column for column in options.columns if column in has or single]
                 columns = columns_of(table, named, kinds, {"text"}, model)["text"]

@@ -23,6 +23,7 @@ _ROLES = {
 _ROLE_OF = {word: role for role, words in _ROLES.items() for word in words}
 # Columns that go on with the chat in another one.
 _FIRST, _MORE = "prompt", ("completion", "chosen", "response")
+_PROBED_ROWS = 20
 
 
 def is_chat(cell: Any) -> bool:
@@ -89,12 +90,15 @@ def joined_chats(rows: Any) -> Any:
     rest = next((name for name in _MORE if name in names), None)
     if _FIRST not in names or rest is None or not len(rows):
         return rows
-    if not is_chat(rows[0][_FIRST]) or not is_chat(rows[0][rest]):
+    probed = rows.select_columns([_FIRST, rest])[:_PROBED_ROWS]
+    filled = [pair for pair in zip(probed[_FIRST], probed[rest], strict=True) if all(pair)]
+    if not filled or not all(is_chat(cell) for pair in filled for cell in pair):
         return rows
-    chats = [
-        json.dumps([*messages_of(first), *messages_of(others)])
+    joined = (
+        [*messages_of(first), *messages_of(others)]
         for first, others in zip(rows[_FIRST], rows[rest], strict=True)
-    ]
+    )
+    chats = [json.dumps(chat) if chat else None for chat in joined]
     return rows.add_column("", chats).remove_columns([_FIRST, rest]).rename_column("", rest)
 
 

@@ -178,6 +178,8 @@ class TextEncoder:
         first, token = 0, 0
         while token + room < len(starts):
             end = starts[token + room]
+            if end <= first:  # one character that has more tokens
+                end = next((start for start in starts[token:] if start > first), len(text))
             blank = text.rfind(" ", first + (end - first) // 2, end)
             end = blank + 1 if blank > 0 and token else end
             if token:

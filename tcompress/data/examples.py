@@ -428,7 +428,7 @@ def _read(
     volumes = None
     if "volume" in chosen:
         cells, shapes = data[chosen["volume"]], data[chosen["shape"]]
-        volumes = volumes_of(cells, shapes, f"`{table.label}`")
+        volumes = volumes_of(cells, shapes, rows, f"`{table.label}`")
         images = list(cells)  # for the fingerprint
     targets = data[chosen["label"]] if "label" in chosen else _scores(table, data, chosen)
     return Examples(

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcompress.data.plain_files import ending, in_utf8, unpacked
 from tcompress.errors import DataError, counted, listed
 from tcompress.progress import tell
 
@@ -26,6 +27,10 @@ _WORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+_CALLED = {
+    split: re.compile(rf"(^|[-._ 0-9])({'|'.join(words)})($|[-._ 0-9])", re.IGNORECASE)
+    for split, words in _WORDS.items()
+}
 _SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*\..*")
 _MOST_PROBED = 50
 # JPEG, PNG, GIF, WebP and BMP in base 64, of which each begins with the same letters.
@@ -37,9 +42,10 @@ _WRITTEN = re.compile(
 def files_by_split(folder: Path, *, of_classes: bool = False) -> dict[str, list[Path]]:
     """Find the data files of all splits by their names, or by those of their folders.
 
-    The rules are those of `datasets`, but case does not count: shards in `data/`, folders that
-    are called like a split, files that are, else all is `train`. Folders may be those
-    `of_classes`, of which one is called like a split (`valid`, beside `invalid`).
+    The rules are those of `datasets`, but case does not count, and the outermost folder decides:
+    shards in `data/`, folders that are called like a split, files that are, else all is `train`.
+    Folders may be those `of_classes`, of which one is called like a split (`valid`, beside
+    `invalid`; `train`, beside `bus`).
     """
     files = {path.relative_to(folder).as_posix(): path for path in _walked(folder)}
     shards: dict[str, list[Path]] = {}
@@ -49,17 +55,37 @@ def files_by_split(folder: Path, *, of_classes: bool = False) -> dict[str, list[
     if shards:
         return shards
     for of_folder in (True, False):
-        splits: dict[str, list[Path]] = {}
-        for split, words in _WORDS.items():
-            word = re.compile(rf"(^|[-._ 0-9])({'|'.join(words)})($|[-._ 0-9])", re.IGNORECASE)
-            for name, path in files.items():
-                *parts, last = name.split("/")
-                if any(map(word.search, parts if of_folder else [last])):
-                    splits.setdefault(split, []).append(path)
-        covered = {path for paths in splits.values() for path in paths}
-        if splits and not (of_classes and "train" not in splits and len(covered) < len(files)):
+        called = {}
+        for name, path in files.items():
+            *parts, last = name.split("/")
+            called[path] = next(filter(None, map(_splits_of, parts if of_folder else [last])), [])
+        splits = {
+            split: paths
+            for split in _WORDS
+            if (paths := [path for path, of_path in called.items() if split in of_path])
+        }
+        others = [path for path, of_path in called.items() if not of_path]
+        if splits and not (of_classes and others and _is_class(splits, others)):
             return splits
     return {"train": [*files.values()]} if files else {}
+
+
+def _splits_of(name: str) -> list[str]:
+    """Give the splits that a folder or file is called like."""
+    return [split for split, word in _CALLED.items() if word.search(name)]
+
+
+def _is_class(splits: Mapping[str, Sequence[Path]], others: Sequence[Path]) -> bool:
+    """Tell whether what is called like a split is a class: `others` are of no split.
+
+    With `train` alone they may be left over, unless they lie in folders beside its own.
+    """
+    if [*splits] != ["train"]:
+        return "train" not in splits
+    folders = {path.parent for path in splits["train"]}
+    around = {folder.parent for folder in folders}
+    beside = {path.parent for path in others if ending(path) in (".txt", *IMAGES)} - folders
+    return any(folder.parent in around for folder in beside)
 
 
 def _walked(folder: Path) -> Iterator[Path]:
@@ -107,7 +133,7 @@ def read_pictures(folder: Path, split: str) -> Any:
 def _classes(folder: Path, endings: Collection[str]) -> list[str]:
     """Names of the folders of files, if these are several at one depth; else none."""
     splits = files_by_split(folder, of_classes=True)
-    files = [path for paths in splits.values() for path in paths if path.suffix.lower() in endings]
+    files = [path for paths in splits.values() for path in paths if ending(path) in endings]
     names = sorted({path.parent.name for path in files})
     return names if len(names) > 1 and len({len(path.parts) for path in files}) == 1 else []
 
@@ -125,15 +151,21 @@ def _of_files(
     return datasets.Dataset.from_dict(columns, datasets.Features(features))
 
 
-def read_documents(folder: Path, split: str) -> Any:
-    """Read text files in folders of several classes, each file a text; None if they are not so."""
+def read_documents(folder: Path, split: str, cache: Path) -> Any:
+    """Read text files in folders of several classes, each file a text; None if they are not so.
+
+    They are unpacked, and written in UTF-8, in `cache`.
+    """
     import datasets
 
     classes = _classes(folder, (".txt",))
-    files = [path for path in files_of(folder, split, of_classes=True) if path.suffix == ".txt"]
+    files = [path for path in files_of(folder, split, of_classes=True) if ending(path) == ".txt"]
     if not classes or len(files) < 2 * len(classes):
         return None
-    texts = [path.read_text(encoding="utf-8", errors="replace").strip() for path in files]
+    texts = []
+    for path in files:
+        plain = in_utf8(unpacked(path, cache), cache, path.relative_to(folder).as_posix())
+        texts.append(plain.read_text(encoding="utf-8").strip())
     return _of_files("text", datasets.Value("string"), texts, files, classes)
 
 

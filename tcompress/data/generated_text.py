@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def written_texts(
     They begin as the model's texts do, or, where it has no first token, with any token. `advance`
     hears of texts that are written.
     """
+    model = _without_settings(model)
     config = model.config.get_text_config()
     first, longest = config.bos_token_id, getattr(config, "max_position_embeddings", tokens)
     room: dict[str, Any] = {"max_new_tokens": max(1, min(tokens, longest) - 1), "max_length": None}
@@ -45,3 +47,14 @@ def written_texts(
             texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
             advance(len(ids))
     return [" ".join(text.split()) for text in texts]
+
+
+def _without_settings(model: Any) -> Any:
+    """Give the same model without what its `generation_config.json` makes of its probabilities."""
+    from transformers import GenerationConfig
+
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
+    settings = {name: getattr(model.generation_config, name) for name in names}
+    model = copy(model)  # with the same weights
+    model.generation_config = GenerationConfig(**settings)
+    return model

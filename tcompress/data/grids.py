@@ -31,17 +31,23 @@ ARCHIVE = ".npz"
 Volumes = NDArray[np.uint8]  # (volumes, *shape)
 
 
-def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], label: str) -> Volumes:
-    """Put volumes of a table together: the bytes of each in C order, and its shape."""
+def volumes_of(
+    cells: Sequence[Any], shapes: Sequence[Any], rows: Sequence[int], label: str
+) -> Volumes:
+    """Put volumes of a table together: the bytes of each in C order, its shape, and its row.
+
+    Rows count from 0, and in messages from 1.
+    """
     first = None if not shapes or shapes[0] is None else tuple(shapes[0])
-    for row, (cell, shape) in enumerate(zip(cells, shapes, strict=True)):
+    for row, cell, shape in zip((row + 1 for row in rows), cells, shapes, strict=True):
         if not isinstance(cell, bytes) or shape is None or len(cell) != prod(shape):
             size = counted(len(cell), "byte") if isinstance(cell, bytes) else "no bytes"
             hint = "give volumes of one byte (uint8) for each element, with their shape"
             raise DataError(f"row {row} of {label} has {size} for a volume of shape {shape}", hint)
         if tuple(shape) != first:
             raise DataError(
-                f"row {row} of {label} has a volume of shape {tuple(shape)}, row 0 one of {first}",
+                f"row {row} of {label} has a volume of shape {tuple(shape)}, "
+                f"row {rows[0] + 1} one of {first}",
                 hint="give volumes of one shape",
             )
     flat = np.frombuffer(b"".join(cells), dtype=np.uint8)
@@ -63,6 +69,9 @@ def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
         hint = "choose one of its splits with `--split`"
         raise DataError(f"`{path}` has no arrays {listed(arrays)}; it has {listed(names)}", hint)
     volumes, labels = contents
+    if not len(volumes) or len(volumes) != len(labels):
+        counts = f"{counted(len(volumes), 'volume')} and {counted(len(labels), 'label')}"
+        raise DataError(f"`{path}` has {counts} in `{part}`", "give each volume one label")
     labels = labels.reshape(len(labels), -1)
     if volumes.dtype != np.uint8 or labels.shape[1] != 1 or labels.dtype.kind not in "iu":
         what = f"{volumes.dtype} volumes and labels {labels.dtype} of shape {labels.shape}"
@@ -261,6 +270,8 @@ def _ends(rows: int, names: Sequence[str], hours: float) -> tuple[int, int, int]
 
 def _standardised(values: NDArray[np.float64], train: int) -> NDArray[np.float32]:
     """Subtract mean and divide by deviation of the training part; constants become 0."""
-    spread = values[:train].std(axis=0)
-    scaled = (values - values[:train].mean(axis=0)) / np.where(spread > 0, spread, 1)
+    part = values[:train]
+    constant = part.max(axis=0) == part.min(axis=0)  # whose deviation may be 1e-16, by rounding
+    mean = np.where(constant, part[0], part.mean(axis=0))
+    scaled = (values - mean) / np.where(constant, 1, part.std(axis=0))
     return np.ascontiguousarray(scaled, dtype=np.float32)

@@ -115,8 +115,7 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
         return _with_names(document, zip(*values, strict=True)), "columns"
     if all(isinstance(value, dict) for value in values):
         if all(str(key).isdigit() for value in values for key in value):
-            cells = zip(*(value.values() for value in values), strict=True)
-            return _with_names(document, cells), "columns"
+            return _of_columns(document, name), "columns"
         if len(values) > 1 and len({tuple(value) for value in values}) == 1:
             return values, "rows under keys of their own"
     inner = [(key, value) for key, value in document.items() if isinstance(value, dict)]
@@ -125,6 +124,16 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
         read_rows, where = _rows(value, name, split)
         return read_rows, f"key `{key}`, {where}" if where else f"key `{key}`"
     return [document], ""
+
+
+def _of_columns(columns: dict[str, dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Make rows of columns that have the cells of the same rows under their numbers."""
+    first, keys = next((column, [*cells]) for column, cells in columns.items())
+    for column, cells in columns.items():
+        if odd := {*cells} ^ {*keys}:
+            text = f"`{name}` has row {min(odd)} in one of its columns `{first}` and `{column}`"
+            raise DataError(text, "give all columns the same rows, with `null` where nothing is")
+    return [{column: cells[key] for column, cells in columns.items()} for key in keys]
 
 
 def _is_table(value: Any) -> bool:

@@ -40,7 +40,7 @@ def read_labels(table: Table, column: str, *, several: bool) -> Labels:
         return _of_columns(table, column.split("+"))
     feature, cells = table.rows.features[column], table.rows[column][:]
     cells = [cell.strip() if isinstance(cell, str) else cell for cell in cells]
-    if plain_name(column) == "goldlabel":
+    if plain_name(column) == "goldlabel" and any(isinstance(cell, str) for cell in cells):
         return _agreed(cells, where)
     if all(map(is_missing, cells)):
         return Labels(Classes(), [None] * len(cells))
@@ -71,8 +71,9 @@ def _of_names(cells: Sequence[Any], where: str) -> Labels:
         if alike[name.casefold()] != name:
             variant = alike[name.casefold()]
             tell(f"{where}: `{name}` and `{variant}` are two classes, whose names differ in case")
-    ids: dict[Any, int] = {name: index for index, name in enumerate(names)}
-    return Labels(classes_of_names(names), [ids.get(cell) for cell in cells])
+    ids = {name: index for index, name in enumerate(names)}
+    row_ids = [None if is_missing(cell) else ids[str(cell)] for cell in cells]
+    return Labels(classes_of_names(names), row_ids)
 
 
 def _agreed(cells: Sequence[Any], where: str) -> Labels:

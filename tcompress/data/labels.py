@@ -57,7 +57,7 @@ def classes_of_numbers(values: set[int], where: str) -> Classes:
             "names in place of numbers",
         )
     # Stars, and other labels that count from 1: a class that there is not is not to be learnt.
-    start = 1 if values == {*range(1, high + 1)} and high > 1 else 0
+    start = 1 if low == 1 and high > 1 and len(values) == high else 0
     every = range(start, high + 1)
     sparse = 2 * len(values) < len(every)
     numbers = sorted(values) if sparse else every

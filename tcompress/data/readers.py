@@ -111,7 +111,7 @@ def read_local(path: Path, split: str, cache: Path) -> tuple[Any, bool]:
     others = [file for file in chosen if BUILDERS.get(ending(file)) not in (kind, None)]
     if others:
         tell(f"{path.name}: {listed(file.name for file in others)}: of another kind, not read")
-    if kind == "text" and (rows := read_documents(path, split)) is not None:
+    if kind == "text" and (rows := read_documents(path, split, cache)) is not None:
         return rows, False
     parts = [_with_pictures(file, split, cache) for file in tabular]
     return _joined(parts, tabular), kind == "text"

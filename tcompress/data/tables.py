@@ -414,7 +414,7 @@ def with_listed_texts(table: Table) -> Table:
         return table
     texts: list[str] = []
     for name in names:
-        cells = [cell for cell in rows[name] if cell]
+        cells = [[text for text in cell if text is not None] for cell in rows[name] if cell]
         words = all(len(item.split()) <= 1 for cell in cells[:_PROBED_ROWS] for item in cell)
         texts += [" ".join(cell) for cell in cells] if words else [*chain.from_iterable(cells)]
     name = "+".join(names)
@@ -439,7 +439,8 @@ def with_pairs(table: Table) -> Table:
 def _holds_lists(rows: Any, name: str) -> bool:
     cells = [cell for cell in rows[:50][name] if cell is not None]
     return bool(cells) and all(
-        isinstance(cell, list) and all(isinstance(item, str) for item in cell) for cell in cells
+        isinstance(cell, list) and all(isinstance(item, str | None) for item in cell)
+        for cell in cells
     )
 
 

@@ -35,6 +35,7 @@ from tests.support.conversions import Told
 from tests.support.evaluation import rows_file
 from tests.support.model_folders import MEAN, SPREAD, WORDS, model_folder, sentences, text_file
 from tests.support.tiny import IMAGE
+from tests.support.vocabularies import KINDS
 
 
 @pytest.fixture
@@ -485,6 +486,13 @@ def test_long_documents_are_several_samples(bert: SourceModel, tmp_path: Path) -
     assert drawn(bert, few, samples=5).samples == 5
 
 
+def test_characters_of_more_tokens_than_a_sample_holds(tmp_path: Path) -> None:
+    kind = KINDS["byte-level BPE"]
+    model = kind.folder(tmp_path / "model", kind.train(["no more than bytes"], 300))
+    file = text_file(tmp_path / "one.txt", ["\U0001f600 " * 20])  # of four bytes
+    assert drawn(SourceModel.open(str(model)), file, samples=5, max_length=3).samples > 1
+
+
 def test_chats_are_written_by_the_template(bert: SourceModel, tmp_path: Path) -> None:
     texts = sentences(8)
     chats = [
@@ -505,7 +513,8 @@ def test_chats_are_written_by_the_template(bert: SourceModel, tmp_path: Path) ->
 def test_texts_in_lists_are_samples(words: bool, bert: SourceModel, tmp_path: Path) -> None:
     """As sets of sentences are, and sentences as lists of words."""
     texts = sentences(8)
-    cells = [text.split() for text in texts] if words else [texts[:4], texts[4:]]
+    cells: list[Any] = [text.split() for text in texts] if words else [texts[:4], texts[4:]]
+    cells[-1].append(None)
     file = rows_file(tmp_path / "sets.jsonl", set=cells)
     data = drawn(bert, file, max_length=64)
     lines = text_file(tmp_path / "plain.txt", texts)

@@ -51,6 +51,13 @@ def test_chats_in_every_form(form: str, lines: bool, tmp_path: Path) -> None:
         assert [messages_of(cell) for cell in table.rows[column]] == [chat] * 3
 
 
+def test_prompts_with_an_empty_row(tmp_path: Path) -> None:
+    rows = [{"prompt": CHAT[:1] * full, "chosen": CHAT[1:] * full} for full in (0, 1)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with opened(str(tmp_path / "chats.jsonl"), "train") as table:
+        assert table.rows["chosen"][:] == [None, json.dumps(CHAT)]
+
+
 def test_lists_in_older_files_of_the_library(tmp_path: Path) -> None:
     old = {"role": ["user", "assistant"], "content": ["hi there", "yes"]}
     datasets.Dataset.from_dict({"messages": [old] * 3}).save_to_disk(str(tmp_path / "old"))

@@ -169,6 +169,7 @@ def test_names_beside_numbers(tmp_path: Path) -> None:
 def test_numbers_with_gaps(tmp_path: Path) -> None:
     for numbers, classes, said in (
         ([0, 3, 1], ("0", "1", "2", "3"), "has no row with `2`, counted as classes like others"),
+        ([1, 2, 10**8], ("1", "2", "100000000"), "has 3 different numbers up to 100,000,000: each"),
         ([100, 200, 300], ("100", "200", "300"), "has 3 different numbers up to 300: each is a"),
     ):
         path = rows_file(tmp_path / "a.jsonl", text=sentences(3), label=numbers)

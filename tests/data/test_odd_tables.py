@@ -129,6 +129,10 @@ OF_CLASSES: dict[str, tuple[str, Content, list[Any]]] = {
     "truths": ("c.csv", _lines("{a},{n}\n", "text,label\n").replace(",2", ",TRUE").replace(
         ",1", ",FALSE").replace(",0", ",TRUE"), ["1", "0", "1"]),
     "categories": ("c.parquet", _parquet(text=FIRST, label=pd.Categorical(LABELS)), LABELS),
+    "agreed on, in numbers": ("c.csv", _lines("{a},{n}\n", "text,gold_label\n"), ["0", "1", "2"]),
+    "columns under numbers of rows": ("c.json", json.dumps(
+        {"text": dict(enumerate(FIRST)), "label": {2: LABELS[2], 0: LABELS[0], 1: LABELS[1]}}),
+        LABELS),
     "upper case": ("c.csv", _lines("{a},{l}\n", "TEXT,Label\n"), LABELS),
 }  # fmt: skip
 
@@ -174,6 +178,8 @@ def test_labels_without_agreement_are_left_out(tmp_path: Path) -> None:
          "needs a column for `label`", "`--columns label=views`"),
         ("p.csv", "text,label\na b,-1\nc d,1\n", CLASSES, "the label -1", "write names in place"),
         ("p.json", '[["text", "label"], ["a", 1, 2]]', CLASSES, "row 2 has 3 cells, row 1 has", ""),
+        ("p.json", '{"text": {"0": "a"}, "label": {"0": 1, "1": 2}}', CLASSES,
+         "has row 1 in one of its columns `text` and `label`", "`null` where nothing is"),
     ],
 )  # fmt: skip
 def test_what_is_refused_says_what_helps(

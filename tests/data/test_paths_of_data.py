@@ -106,6 +106,9 @@ TREES: dict[str, tuple[list[str], dict[str, list[str]]]] = {
     "case": (["Train.csv", "Test.csv"], {"train": ["Train"], "test": ["Test"]}),
     "folders": (["val/a.csv", "training/test.csv"],
                 {"train": ["training/test"], "validation": ["val/a"]}),
+    "words in folders of a split": (["val/train/a.csv", "val/b.csv", "train/bullet_train/a.csv"],
+                                    {"validation": ["val/train/a", "val/b"],
+                                     "train": ["train/bullet_train/a"]}),
     "shards": (["data/hard-00000-of-00001.csv", "train.csv"],
                {"hard": ["data/hard-00000-of-00001"]}),
     "hidden": ([".a.csv", "__x/b.csv", ".c/d.csv", "latest.csv"], {"train": ["latest"]}),
@@ -184,11 +187,19 @@ def test_pictures_are_written_out_in_tables(kind: str, before: str, tmp_path: Pa
     assert [row["image"] for row in _column(path)] == contents
 
 
-def test_classes_may_be_called_like_splits(tmp_path: Path) -> None:
-    for name in ("valid", "invalid"):
-        _picture(tmp_path / name / "0.png")
+@pytest.mark.parametrize("classes", [["invalid", "valid"], ["bus", "car", "train"]])
+def test_classes_may_be_called_like_splits(classes: list[str], tmp_path: Path) -> None:
+    for name in classes:
+        _picture(tmp_path / name / f"{name}_0.png")
     with opened(str(tmp_path), "train") as table:
-        assert table.rows.features["label"].names == ["invalid", "valid"]
+        assert table.rows.features["label"].names == classes
+        assert table.rows["label"][:] == [*range(len(classes))]
+
+
+def test_one_split_of_pictures_alone(tmp_path: Path) -> None:
+    for name in ("train/cat/0.png", "train/dog/0.png", "unused/0.png", "0.png"):
+        _picture(tmp_path / name)
+    with opened(str(tmp_path), "train") as table:
         assert table.rows["label"][:] == [0, 1]
 
 
@@ -218,3 +229,16 @@ def test_documents_in_folders_of_classes(tmp_path: Path) -> None:
         assert table.rows["text"][:] == [
             f"{name} test\nof line {index}" for name in ("neg", "pos") for index in range(2)
         ]
+
+
+def test_documents_are_read_as_single_files_are(tmp_path: Path) -> None:
+    for name in ("neg", "pos"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.TXT").write_text("caf\xe9 one", encoding="utf-16")
+        (tmp_path / name / "2.txt.gz").write_bytes(gzip.compress("caf\xe9 two\n".encode()))
+    with opened(str(tmp_path), "train") as table:
+        assert table.rows["text"][:] == ["caf\xe9 one", "caf\xe9 two"] * 2
+        assert table.rows["label"][:] == [0, 0, 1, 1]
+    (tmp_path / "neg" / "3.txt").write_text("caf\xe9", encoding="cp1252")
+    with pytest.raises(DataError, match=r"`neg/3.txt`, line 1: the byte 0xe9"):
+        _texts(tmp_path)

@@ -29,7 +29,7 @@ from tests.support.evaluation import (
     pairs_file,
     rows_file,
 )
-from tests.support.model_folders import model_folder, save_tokenizer, sentences, text_file
+from tests.support.model_folders import edited, model_folder, save_tokenizer, sentences, text_file
 from tests.support.tiny import IMAGE
 from tests.support.training import data_of, picture_rows, pictures, settings
 
@@ -291,6 +291,10 @@ def test_a_teacher_writes_its_own_data(place: Path, tmp_path: Path) -> None:
     assert first.fingerprint == again.fingerprint
     assert first.fingerprint != load_data(source, options, None, 1, source).fingerprint
     assert {*first.held} == {"text that the teacher wrote", "builtin text"}
+    # Probabilities are the model's own, whatever its folder makes of them.
+    with edited(model / "generation_config.json") as settings_of_model:
+        settings_of_model |= {"do_sample": True, "temperature": 0.1, "min_p": 0.5, "num_beams": 2}
+    assert first.fingerprint == load_data(source, options, None, 0, source).fingerprint
     check_training_data(source, options, None, 0, source)
     with pytest.raises(DataError, match="what the teacher writes, but there is none"):
         load_data(source, options, None, 0)

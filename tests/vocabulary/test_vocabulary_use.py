@@ -20,6 +20,7 @@ from tcompress.options import Convert
 from tcompress.reporting.model_report import report_of
 from tcompress.training.teacher import find_teacher
 from tests.support.cli import worked
+from tests.support.evaluation import rows_file
 from tests.support.model_folders import text_file
 from tests.support.training import train
 from tests.support.vocabularies import KINDS
@@ -82,6 +83,12 @@ def test_it_goes_with_layers_tables_and_fewer_blocks(
     exported = export_dense(done.folder, tmp_path / "dense")
     weights = AutoModelForCausalLM.from_pretrained(exported).get_input_embeddings().weight
     assert len(weights) == vocabulary.rows
+
+
+def test_texts_in_lists_are_read(model: Path, data: str, tmp_path: Path) -> None:
+    lists = str(rows_file(tmp_path / "lists.jsonl", set=[NEEDED[:20], NEEDED[20:]]))
+    of_lists, of_lines = (plan(model, **options(name, method="none")) for name in (lists, data))
+    assert of_lists.vocabulary.ids == of_lines.vocabulary.ids
 
 
 def test_budgets_count_it(model: Path, data: str) -> None:

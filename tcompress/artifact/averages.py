@@ -20,7 +20,7 @@ class Mean(Metric):
 
     @property
     def ratio(self) -> float | None:
-        return self.mean_ratio
+        return None if self.difference is None else self.mean_ratio
 
     @property
     def label(self) -> str:

@@ -157,6 +157,7 @@ class Similarity(_PairTask):
 
 
 _CHUNK = 1024  # queries that are compared at a time
+_GATHERED = 2**14  # vectors of candidates that are gathered at a time
 
 
 class Retrieval(_PairTask):
@@ -212,6 +213,10 @@ class ResponseSelection(_PairTask):
             scores = scores.reshape(candidates.shape)
         else:
             queries, responses = self.embeddings(runner)
-            scores = self.sentences.likeness(queries.unsqueeze(1), responses[candidates])
+            size = max(1, _GATHERED // candidates.shape[1])
+            chunks = zip(queries.split(size), candidates.split(size), strict=True)
+            compare = self.sentences.likeness
+            parts = [compare(chunk.unsqueeze(1), responses[chosen]) for chunk, chosen in chunks]
+            scores = torch.cat(parts)
         positions = ranks(scores, torch.zeros(len(candidates), dtype=torch.long))
         return Measured(rank_statistics(positions.numpy(), (1, 2, 5), gain=False))

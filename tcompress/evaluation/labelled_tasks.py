@@ -152,8 +152,13 @@ class _GridTask(_ClassTask):
     def logits(self, runner: Runner) -> Tensor:
         read, logits = self.reader_of_inputs(), []
         for indices in runner.slices(self.prepared.units):
-            batch = torch.stack([read(index) for index in range(indices.start, indices.stop)])
-            batch = batch.to(runner.device, runner.model.dtype)
+            rows = [read(index) for index in range(indices.start, indices.stop)]
+            one, *others = dict.fromkeys(tuple(row.shape) for row in rows)
+            if others:
+                text = f"`{self.examples.name}` has inputs of shapes {one} and {others[0]}"
+                hint = "have `preprocessor_config.json` say `do_resize` and a `size`, or give "
+                raise DataError(text, hint + "data of one size")
+            batch = torch.stack(rows).to(runner.device, runner.model.dtype)
             logits.append(runner.model(**{self.input_name: batch}).logits.float().cpu())
         return checked(torch.cat(logits))
 
@@ -181,7 +186,8 @@ class ImageClassification(_GridTask):
         if len(self.examples.classes) <= 5:
             return []
         right = np.take_along_axis(scores, labels[truth][:, None], axis=1)
-        return [ratio("top5", (scores > right).sum(axis=1) < 5)]
+        # Ties come first, so that a ruined model gets no credit; the right one counts itself.
+        return [ratio("top5", (scores >= right).sum(axis=1) <= 5)]
 
 
 class VolumeClassification(_GridTask):
@@ -210,8 +216,8 @@ class VolumeClassification(_GridTask):
         return lambda index: as_input(volumes[index])
 
     def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
-        if len({*truth.tolist()}) < len(self.examples.classes):
-            return []  # not defined without an example of each
+        if len({*truth.tolist()}) < max(2, len(self.examples.classes)):
+            return []  # not defined without an example of each, nor of one class
         return [auc(softmax(scores, axis=-1)[:, labels], truth)]
 
 

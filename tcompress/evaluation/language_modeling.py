@@ -204,6 +204,8 @@ class Perplexity(EvaluationTask):
             raise DataError(f"the texts of `{examples.name}` have no tokens to predict", hint)
         counts = np.array([len(row["input_ids"]) - packing.context for row in rows])
         size = sum(len(text.encode()) for text in texts)
+        if packing.joined == "newline":  # which are predicted too
+            size += max(len(texts) - 1, 0)
         facts = {
             "packing": packing.words,
             "tokens": int(counts.sum()),

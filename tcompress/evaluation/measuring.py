@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,6 +206,8 @@ def evaluate(
     of what the folders hold, with their tokenizers and pooling; nothing of it may be saved.
     """
     problems = Problems()
+    if not models:
+        raise InputError("no models to measure", "give the folder or hub id of at least one")
     names = [str(name) for name in models]
     measured = None if isinstance(baseline, str | Path | None) else baseline
     first = str(baseline) if isinstance(baseline, str | Path) else names[0]
@@ -225,10 +227,8 @@ def evaluate(
     task = TASKS[options.task]
     compares = measured is not None or len(names) * len(options.runtime) > 1
     sets = _examples(options, task, [*sources.values()], compares=compares)
-    if measured and len(measured) != len(sets):
-        sets_of = counted(len(measured), "set")
-        text = f"the baseline was measured on {sets_of}, these are {len(sets)}"
-        raise InputError(text, "measure it on the same data")
+    if measured:
+        _check_baseline(measured, sets)
     length = _common_length(task, sets.values(), sources.values(), options)
     runs = [(name, runtime) for name in names for runtime in options.runtime]
     with RuntimeFiles.opened() as files:
@@ -242,6 +242,19 @@ def evaluate(
             base if index == reference else run.of(name, sources[name], base.baseline, runtime)
             for index, (name, runtime) in enumerate(runs)
         ]
+
+
+def _check_baseline(measured: Sequence[Baseline], sets: Mapping[str, Examples]) -> None:
+    """Refuse numbers of a baseline that are not of these examples."""
+    if len(measured) != len(sets):
+        sets_of = counted(len(measured), "set")
+        text = f"the baseline was measured on {sets_of}, these are {len(sets)}"
+        raise InputError(text, "measure it on the same data")
+    for known, (data, examples) in zip(measured, sets.items(), strict=True):
+        if known.fingerprint not in (None, examples.fingerprint):
+            text = f"the baseline `{known.name}` was measured on other examples than `{data}` has"
+            hint = "measure it on the same data, with the same split, columns, limit and seed"
+            raise InputError(text, hint)
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:

@@ -15,6 +15,13 @@ from tcompress.errors import InputError
 from tcompress.evaluation.statistics import Array, Statistic, interval, resampled
 from tcompress.evaluation.task_base import EvaluationTask, Measured
 
+_UNDEFINED = {
+    False: "give more examples; a model that answers everything alike has no correlation",
+    True: "no more examples help: its predictions are ruined; leave it out of the models, or make "
+    "it again, with a smaller reduction or with healing",
+}
+"""Hints on numbers that are not defined, by whether they are infinite."""
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -28,6 +35,8 @@ class Baseline:
     predictions: Any = field(default=None, repr=False)
     """Predictions for every example, for agreement with it; of language models not on disk."""
     labels: Sequence[str] = ()  # of the columns of predictions, where they have names
+    fingerprint: str | None = None  # of its examples; older ones lack it
+    seed: int | None = None  # of its resamples; likewise
 
     @classmethod
     def of(cls, name: str, measured: Measured, task: EvaluationTask) -> Baseline:
@@ -36,17 +45,15 @@ class Baseline:
         values = [statistic.value() for statistic in statistics]
         for statistic, value in zip(statistics, values, strict=True):
             if not math.isfinite(value):
-                raise InputError(
-                    f"`{statistic.name}` of `{name}` is not defined on `{task.examples.name}` "
-                    f"({value})",
-                    "give more examples; a model that answers everything alike has no correlation",
-                )
+                where = f"`{statistic.name}` of `{name}` is not defined on `{task.examples.name}`"
+                raise InputError(f"{where} ({value})", _UNDEFINED[math.isinf(value)])
         units = [statistic.units for statistic in statistics]
         # One example alone has nothing to draw from, nor has a model without numbers.
         times = options.bootstrap if units and units[0] > 1 else 0
         draws = resampled(statistics, times, options.seed) if units else []
         predicted = measured.predictions, task.labels
-        return cls(name, values, draws, units, task.prepared.signature, *predicted)
+        same = task.examples.fingerprint, options.seed
+        return cls(name, values, draws, units, task.prepared.signature, *predicted, *same)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -87,9 +94,10 @@ def metrics_of(
             facts["not_compared"] = "its tokens are not those of the baseline"
         else:
             draws, reference = numbers.draws[index], baseline.draws[index]
-            # Texts cut into other windows make no pairs.
+            # Texts cut into other windows make no pairs, nor do other resamples.
             paired = numbers.units[index] == baseline.units[index]
             paired = paired and len(draws) == len(reference)
+            paired = paired and baseline.seed in (None, numbers.seed)
             difference = Difference(
                 baseline=baseline.name,
                 baseline_value=baseline.values[index],

@@ -42,7 +42,9 @@ def headline_of(reports: Sequence[ModelReport], names: Sequence[str]) -> Headlin
     Where none was measured it is the smallest.
     """
     metrics, speeds = main_metrics(reports), main_speeds(reports)
-    files = list(map(shipped_of, reports, metrics, speeds))
+    # Files too are compared by one number: any other may be of other examples.
+    main = next(filter(None, metrics), None)
+    files = list(map(shipped_of, reports, [metric or main for metric in metrics], speeds))
     small = [index for index, report in enumerate(reports) if report.is_smaller]
     deployed = [(file and file.metric) or own for file, own in zip(files, metrics, strict=True)]
     measured = {i: metric for i in small if (metric := deployed[i]) is not None}

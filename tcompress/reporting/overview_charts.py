@@ -29,7 +29,13 @@ from tcompress.reporting.charts import (
 from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import file_of
 from tcompress.reporting.shipped import file_metric, int8_speed, shipped_of
-from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds
+from tcompress.reporting.tree import (
+    Amount,
+    ModelReport,
+    main_metrics,
+    main_speeds,
+    other_baseline,
+)
 
 _DENSE = "dense int8"
 _MOST_LINES = 4  # of costs without a quality, in one picture
@@ -187,11 +193,13 @@ def _dots(
     for index, (model, metric, cost) in enumerate(zip(models, metrics, costs, strict=True)):
         if metric is not None and cost is not None:
             dots[index] = _dot(model, cost[0], metric)
-    for metric, cost in zip(metrics, costs, strict=True):
+    for model, metric, cost in zip(models, metrics, costs, strict=True):
         if metric is None or cost is None or (gap := metric.difference) is None:
             continue
         value, interval = gap.baseline_value, gap.baseline_interval
         own = next((i for i, m in enumerate(models) if _is_baseline(m, gap.baseline)), None)
+        if own is None and other_baseline(model.report, metric) is not None:
+            continue  # its cost is not that of the dense model
         if own is None:
             name = f"dense ({gap.baseline})"
             dots.setdefault(name, Dot("", name, cost[1], value, interval))

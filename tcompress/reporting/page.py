@@ -29,7 +29,6 @@ from tcompress.reporting.tree import (
     ModelReport,
     mean_errors,
     numbers_of,
-    other_baseline,
 )
 
 if TYPE_CHECKING:
@@ -116,8 +115,7 @@ def _section(model: Shown) -> dict[str, Any]:
     recipe, roles, metrics = report.recipe, _roles(report.layers), []
     numbers = sorted(numbers_of([report])[0], key=lambda metric: isinstance(metric, Mean))
     for label, metric in zip(fmt.metric_labels(numbers), numbers, strict=True):
-        other = other_baseline(report, metric)
-        metrics.append((label if other is None else f"{label}, against {other}", metric))
+        metrics.append((table_rows.against(label, report, metric), metric))
         bare: dict[str, Any] = {"interval": None, "difference": None, "protocol": {}}
         metrics += [
             (f"{label} of {name} (no model)", metric.model_copy(update={**bare, "value": value}))
@@ -125,8 +123,8 @@ def _section(model: Shown) -> dict[str, Any]:
         ]
     dense = next((item.value or 0.0 for item in report.alternatives), 0.0)
     files = sorted(file_numbers(report), key=lambda metric: isinstance(metric, Mean))
-    names = fmt.metric_labels(files)
-    metrics += [(f"{label}, int8 file", own) for label, own in zip(names, files, strict=True)]
+    for label, own in zip(fmt.metric_labels(files), files, strict=True):
+        metrics.append((table_rows.against(f"{label}, int8 file", report, own), own))
     return {
         **model._asdict(),
         "map": map_of(report),

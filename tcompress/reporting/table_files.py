@@ -20,7 +20,14 @@ from tcompress.reporting.overview_charts import all_pictures, shown_models
 from tcompress.reporting.pareto import FrontReport
 from tcompress.reporting.shipped import file_metric, int8_speed
 from tcompress.reporting.table_rows import Cell, Printed, parts_of
-from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds, numbers_of
+from tcompress.reporting.tree import (
+    Amount,
+    ModelReport,
+    beside_dense,
+    main_metrics,
+    main_speeds,
+    numbers_of,
+)
 
 Value = str | float | int | None
 
@@ -149,12 +156,12 @@ def report_sheet(reports: Sequence[ModelReport]) -> Sheet:
             found.append({"quantity": "bytes", "of": file.file, "ratio": ratio, **facts})
             found.append({"quantity": "cosine", "of": file.file, "value": file.agreement})
             for metric in file.metrics:
-                row = _metric(metric.label, metric)
+                row = _metric(metric.label, beside_dense(report, metric))
                 found.append({**row, "of": f"{file.file}, {row['of']}"})
         for kind, error in report.errors.items():
             found.append({"quantity": f"mean {fmt.error_name(kind)}", "value": error})
-        labels = fmt.metric_labels(metrics)
-        found += [_metric(label, own) for label, own in zip(labels, metrics, strict=True)]
+        for label, own in zip(fmt.metric_labels(metrics), metrics, strict=True):
+            found.append(_metric(label, beside_dense(report, own)))
         found += [row for speed in report.speed for row in _times(speed)]
         for row in found:
             rows.append((name, report.method, *(row.get(column) for column in _LONG[2:])))
@@ -205,6 +212,7 @@ def report_table(reports: Sequence[ModelReport]) -> Printed:
     The dense model comes first where it is none of them, and what it is with eight bits.
     """
     metrics, speeds = main_metrics(reports), main_speeds(reports)
+    metrics = [own and beside_dense(r, own) for r, own in zip(reports, metrics, strict=True)]
     main = next((metric for metric in metrics if metric is not None), None)
     timed = next((speed for speed in speeds if speed is not None), None)
     label = "quality" if main is None else main.label
@@ -285,7 +293,9 @@ def _int8_row(
         return []
     size = None if file is None else file.bytes
     share = None if size is None else size / max(1, report.bytes_on_disk.dense)
-    return [_row(f"{name}, int8", size, share, *_quality(file_metric(report, main)), *_time(speed))]
+    number = file_metric(report, main)
+    quality = _quality(number and beside_dense(report, number))
+    return [_row(f"{name}, int8", size, share, *quality, *_time(speed))]
 
 
 def _used(columns: Sequence[str], rows: Sequence[tuple[Cell, ...]], first: int) -> Printed:

@@ -19,6 +19,7 @@ from tcompress.reporting.shipped import dense_there, file_metric, int8_speed
 from tcompress.reporting.tree import (
     Amount,
     ModelReport,
+    beside_dense,
     main_metrics,
     main_speeds,
     metric_key,
@@ -76,14 +77,22 @@ def rows_of(report: ModelReport, others: Sequence[ModelReport] = ()) -> list[Row
         healed = any(item.is_smaller and item.init == "pretrained" for item in shown)
         rows.append(Row("healed" if healed else "trained", healed_text(report)))
     rows += _metrics(report, shown)
-    machines = {fmt.machine_text(speed) for item in shown for speed in item.speed}
+    speeds = [speed for item in shown for speed in item.speed]
+    machines, steps = set(map(fmt.machine_text, speeds)), set(map(_new_tokens, speeds)) - {""}
     for speed in report.speed:
         mode = "time" if speed.how == "eager" else speed.how
         machine = f", {fmt.machine_text(speed)}" if len(machines) > 1 else ""
-        label = f"{mode} B={speed.batch} T={speed.length}{machine}"
+        length = f"{speed.length}{_new_tokens(speed) if len(steps) > 1 else ''}"
+        label = f"{mode} B={speed.batch} T={length}{machine}"
         now, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
         rows.append(Row(label, now, dense, fmt.speed_text(speed)))
     return rows
+
+
+def _new_tokens(speed: Speed) -> str:
+    """Tokens that were made after a prompt, such as ` + 32`; nothing where none were."""
+    made = speed.protocol.get("new_tokens")
+    return f" + {made}" if made else ""
 
 
 def form_rows(item: ModelReport | Plan, others: Sequence[ModelReport] = ()) -> list[Row]:
@@ -184,31 +193,35 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
     """
     numbers = numbers_of(shown)
     own = {metric_key(metric): metric for metric in numbers[0]}
-    found: dict[tuple[str, ...], tuple[Metric, str | None]] = {}
+    found: dict[tuple[str, ...], tuple[Metric, ModelReport]] = {}
     # The same order and names whichever model is asked about; means after what they are made of.
     pairs = zip(shown, numbers, strict=True)
     for item, metrics in sorted(pairs, key=lambda pair: (-len(pair[1]), *map(metric_key, pair[1]))):
         for metric in sorted(metrics, key=lambda metric: isinstance(metric, Mean)):
-            found.setdefault(metric_key(metric), (metric, other_baseline(item, metric)))
+            found.setdefault(metric_key(metric), (metric, item))
     levels = {metric_key(m): m.interval.level for each in numbers for m in each if m.interval}
     labels = fmt.metric_labels(metric for metric, _ in found.values())
     rows = []
-    for label, (key, (metric, other)) in zip(labels, found.items(), strict=True):
+    for label, (key, (metric, maker)) in zip(labels, found.items(), strict=True):
         number = own.get(key)
-        if number is not None:
-            other = other_baseline(report, number)
-        name = label if other is None else f"{label}, against {other}"
+        # A model without it shares the line of the first that has it.
+        name = against(label, *((maker, metric) if number is None else (report, number)))
         rows.append(_number(name, number))
         if key in levels:
             interval = fmt.interval_text(number.interval) if number and number.interval else ""
             rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
-        rows += _file_rows(report, shown, metric)
+        rows += _file_rows(report, shown, metric, label)
         naive = {} if number is None else naive_values(number)
         for kind in naive_values(metric):
             text = fmt.value_text(naive[kind]) if kind in naive else ""
-            # Each says of which number it is: models side by side share lines of one label.
             rows.append(Row(f"  {label} of {kind} (no model)", text))
     return rows
+
+
+def against(label: str, report: ModelReport, metric: Metric) -> str:
+    """Name a number, and what it was compared with where that is not its dense model."""
+    other = other_baseline(report, metric)
+    return label if other is None else f"{label}, against {other}"
 
 
 def _number(label: str, number: Metric | None) -> Row:
@@ -227,14 +240,21 @@ def naive_values(metric: Metric) -> dict[str, float]:
     return {label: values[metric.name] for label, values in naive.items() if metric.name in values}
 
 
-def _file_rows(report: ModelReport, shown: Sequence[ModelReport], metric: Metric) -> list[Row]:
-    """Lines about the same number of files, where any model that is shown has one."""
-    if all(file_metric(item, metric) is None for item in shown):
+def _file_rows(
+    report: ModelReport, shown: Sequence[ModelReport], metric: Metric, label: str
+) -> list[Row]:
+    """Lines about the same number of files, where any model that is shown has one.
+
+    Each says of which number it is: models side by side share lines of one label.
+    """
+    known = [(item, own) for item in shown if (own := file_metric(item, metric)) is not None]
+    if not known:
         return []
     number = file_metric(report, metric)
-    rows = [_number("  of int8 file", number)]
+    name = against(f"{label} of int8 file", *(known[0] if number is None else (report, number)))
+    rows = [_number(f"  {name}", number)]
     if number is not None and (ends := number.interval) is not None:
-        rows.append(Row(f"  {ends.level:.0%} interval of int8 file", fmt.interval_text(ends)))
+        rows.append(Row(f"  {ends.level:.0%} interval of {name}", fmt.interval_text(ends)))
     return rows
 
 
@@ -334,14 +354,16 @@ def _beside(cited: Sequence[tuple[PaperRow, ModelReport]]) -> Published:
 
 def _by_recipe(row: PaperRow, reports: Sequence[ModelReport]) -> list[tuple[str, str, float]]:
     """Name, text and value of our number of each model; of several seeds their mean."""
-    values = {report.name: value for report in reports if (value := _ours(row, report)) is not None}
+    ours = {report.name: own for report in reports if (own := _ours(row, report)) is not None}
+    values = {name: value for name, (value, _) in ours.items()}
     seeds = seed_groups(report for report in reports if report.name in values)
     groups = {report.name: group for group in seeds for report in group.reports}
     found: dict[str, tuple[str, str, float]] = {}
     for name, value in values.items():
         group = groups.get(name)
         if group is None:
-            found[name] = (PurePath(name).name, fmt.value_text(value), value)
+            text = fmt.value_text(value) + ours[name][1]
+            found[name] = (PurePath(name).name, text, value)
             continue
         over = OverSeeds(row.metric, tuple(values[report.name] for report in group.reports))
         text = f"{over.text} of {len(over.values)} seeds"
@@ -349,13 +371,20 @@ def _by_recipe(row: PaperRow, reports: Sequence[ModelReport]) -> list[tuple[str,
     return [*found.values()]
 
 
-def _ours(row: PaperRow, report: ModelReport) -> float | None:
-    own = next((metric for metric in report.metrics[::-1] if metric.name == row.metric), None)
-    if own is None:
+def _ours(row: PaperRow, report: ModelReport) -> tuple[float, str] | None:
+    """Our number in the units of a published one and, where several sets have it, which it is of.
+
+    It is of the set that was measured first, as the recipe of a model does.
+    """
+    measured = [metric for metric in numbers_of([report])[0] if metric.name == row.metric]
+    single = [metric for metric in measured if not isinstance(metric, Mean)]
+    if not single:
         return None
+    own, sets = single[0], {str(metric.protocol.get("data")) for metric in single}
+    where = f" on {own.protocol.get('data')}" if len(sets) > 1 else ""
     # Papers that count in percent get ours in percent; errors are no shares of anything.
     percent = own.higher_is_better and row.value > 1 and 0 <= own.value <= 1
-    return own.value * (100 if percent else 1)
+    return own.value * (100 if percent else 1), where
 
 
 class Cell(NamedTuple):
@@ -425,20 +454,21 @@ def _quality(reports: Sequence[ModelReport]) -> tuple[list[dict[str, Cell]], dic
         cells.append({})
         for key, label in labels.items():
             metric, is_main = column.get(key), key == metric_key(main)
-            cells[-1][label] = _measured(metric, with_ratio=not is_main)
+            cells[-1][label] = _measured(report, metric, with_ratio=not is_main)
             if is_main:
                 cells[-1]["difference to dense"] = _difference(report, metric)
-            cells[-1][f"{label} at int8"] = _measured(file_metric(report, found[key]))
+            cells[-1][f"{label} at int8"] = _measured(report, file_metric(report, found[key]))
             if metric and metric.difference and not other_baseline(report, metric):
                 dense.setdefault(label, Cell(fmt.value_text(metric.difference.baseline_value)))
     return cells, dense
 
 
-def _measured(metric: Metric | None, *, with_ratio: bool = True) -> Cell:
+def _measured(report: ModelReport, metric: Metric | None, *, with_ratio: bool = True) -> Cell:
     if metric is None:
         return Cell()
     notes = [] if metric.interval is None else [fmt.interval_text(metric.interval)]
-    notes += [fmt.ratio_text(metric.ratio)] if with_ratio and metric.ratio is not None else []
+    ratio = beside_dense(report, metric).ratio
+    notes += [fmt.ratio_text(ratio)] if with_ratio and ratio is not None else []
     return Cell(fmt.value_text(metric.value), "; ".join(notes))
 
 

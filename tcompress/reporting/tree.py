@@ -169,11 +169,18 @@ def other_baseline(report: ModelReport, metric: Metric) -> str | None:
     against = against or metric.protocol.get("baseline")
     if against is None or report.source is None:
         return None
+    # A conversion's own name is that of its weights in PyTorch, which a file is compared with.
+    own = [report.source, *([] if report.is_smaller else [report.name])]
     # Models by their last folder: names differ by where one stands, or by the owner.
-    name, *own = (
-        Path(ALIASES.get(name, name)).name for name in (against, report.source, report.name)
-    )
-    return None if name in own else Path(against).name
+    name, *dense = (Path(ALIASES.get(name, name)).name for name in (against, *own))
+    return None if name in dense else Path(against).name
+
+
+def beside_dense(report: ModelReport, metric: Metric) -> Metric:
+    """Return a number without its difference where that is not to the model's dense source."""
+    if other_baseline(report, metric) is None:
+        return metric
+    return metric.model_copy(update={"difference": None})
 
 
 def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
@@ -185,7 +192,8 @@ def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
 def numbers_of(reports: Sequence[ModelReport]) -> list[tuple[Metric, ...]]:
     """Lists the metrics of each model, and first their means over the sets that all share.
 
-    Of a set that was measured on other examples before, such as fewer, the newest numbers count.
+    Of a set that was measured on other examples before, such as fewer, the newest numbers count:
+    they are in the means, and stand before older ones.
     """
     newest: list[dict[tuple[object, ...], Metric]] = []
     keys: dict[tuple[object, ...], set[tuple[str, ...]]] = {}  # of the sets that all share
@@ -200,7 +208,11 @@ def numbers_of(reports: Sequence[ModelReport]) -> list[tuple[Metric, ...]]:
         means_of(m for place, m in own.items() if metric_key(m) in keys[place[:2]])
         for own in newest
     ]
-    return [(*mean, *report.metrics) for mean, report in zip(means, reports, strict=True)]
+    listed = []
+    for mean, own, report in zip(means, newest, reports, strict=True):
+        older = [metric for metric in report.metrics if metric not in own.values()]
+        listed.append((*mean, *own.values(), *older))
+    return listed
 
 
 def main_metrics(reports: Sequence[ModelReport]) -> list[Metric | None]:

@@ -87,9 +87,10 @@ def test_volumes_of_an_archive_are_told_by_split(tmp_path: Path) -> None:
     assert protocol["data"] == f"{tmp_path.name}/v.npz"
 
 
-def test_volumes_of_one_class_have_no_area(tmp_path: Path) -> None:
+@pytest.mark.parametrize("label", [0, 1])
+def test_volumes_of_one_class_have_no_area(label: int, tmp_path: Path) -> None:
     folder = grid_folder("tcompress_grid", tmp_path / "model")
-    data = volume_file(tmp_path / "v.parquet", 6, label=[1] * 6)
+    data = volume_file(tmp_path / "v.parquet", 6, label=[label] * 6)
     names = [m.name for m in evaluate([folder], "volume-classification", data)[0].metrics]
     assert names[0] == "accuracy"
     assert "auc" not in names

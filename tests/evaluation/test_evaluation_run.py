@@ -161,6 +161,22 @@ def test_a_number_that_is_not_defined(place: Path) -> None:
         evaluate(["bert"], "sts", "same.jsonl", save=False)
 
 
+def test_a_ruined_model_is_called_so(place: Path) -> None:
+    headed("gpt2", place / "ruined", "GPT2LMHeadModel")
+    weights = load_file("ruined/model.safetensors")
+    weights["transformer.ln_f.weight"] *= 1e6
+    save_file(weights, "ruined/model.safetensors", metadata={"format": "pt"})
+    rows_file(place / "lines.jsonl", text=sentences(4))
+    with pytest.raises(InputError, match=r"`perplexity` of `ruined` .* \(inf\)") as failure:
+        evaluate(["ruined"], "perplexity", "lines.jsonl", save=False)
+    assert "its predictions are ruined" in failure.value.hint
+
+
+def test_no_models() -> None:
+    with pytest.raises(InputError, match="no models to measure"):
+        evaluate([], "sts", "pairs.jsonl")
+
+
 def test_a_single_example_has_no_interval() -> None:
     (found,) = evaluate(["classifier"], "classification", "labelled.jsonl", limit=1, save=False)
     assert found.metrics[0].interval is None

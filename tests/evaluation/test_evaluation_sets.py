@@ -121,6 +121,11 @@ def test_a_known_baseline() -> None:
     dense, small = sts("bert", "bert-small")
     (again,) = sts("bert-small", baseline=dense.baseline)
     assert again.metrics == small.metrics
+    (other,) = sts("bert-small", baseline=dense.baseline, seed=1)
+    assert other.metrics[0].difference.value == small.metrics[0].difference.value
+    assert other.metrics[0].difference.interval is None  # resamples of another seed make no pairs
+    with pytest.raises(InputError, match=f"measured on other examples than `{SETS[1]}`"):
+        sts("bert-small", data=SETS[::-1], baseline=dense.baseline)
     with pytest.raises(InputError, match="the baseline was measured on 2 sets, these are 1"):
         sts("bert-small", data=SETS[0], baseline=dense.baseline)
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tcompress.conversion.converter import convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.data.examples import Examples, load_examples
 from tcompress.errors import DataError, InputError
+from tcompress.evaluation import embedding_tasks
 from tcompress.evaluation.measuring import TASKS, evaluate
 from tcompress.evaluation.task_base import EvaluationTask, Runner
 from tcompress.hf.opening import load_model
@@ -207,6 +209,7 @@ def test_perplexity(pack: str, start: bool, tmp_path: Path) -> None:
     assert found["nats_per_token"] == pytest.approx(total / count, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
     size = sum(len(text.encode()) for text in texts)
+    size += len(texts) - 1 if pack == "newline" else 0
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
 
 
@@ -250,13 +253,13 @@ def test_masked_words(tmp_path: Path) -> None:
     assert found["cross_entropy"] == pytest.approx(loss / count, rel=1e-5)
 
 
-def test_images(tmp_path: Path) -> None:
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = headed("vit", tmp_path / "model", "ViTForImageClassification", num_labels=7)
     data = picture_rows(tmp_path / "pictures.parquet", 14, 7)
     with pytest.raises(DataError, match="has no usable image processor"):
         ready("image-classification", folder, data)
     save_processor(folder)
-    _, model, found = measured("image-classification", folder, data)
+    prepared, model, found = measured("image-classification", folder, data)
     reader = AutoImageProcessor.from_pretrained(folder, backend="pil")
     examples = examples_of("image-classification", data)
     hits = top = 0
@@ -268,6 +271,12 @@ def test_images(tmp_path: Path) -> None:
         top += label in logits.topk(5).indices.tolist()
     assert found["accuracy"] == pytest.approx(hits / 14)
     assert found["top5"] == pytest.approx(top / 14)
+    alike = np.zeros((14, 7)), np.arange(7), np.array(examples.targets)
+    assert prepared.of_scores(*alike)[0].value() == 0
+    sizes = Mock(return_value=lambda index: torch.zeros(3, 8 + index, 8))
+    monkeypatch.setattr(prepared, "reader_of_inputs", sizes)
+    with pytest.raises(DataError, match=r"inputs of shapes \(3, 8, 8\) and \(3, 9, 8\)"):
+        numbers(prepared, model)
 
 
 def test_retrieval(tmp_path: Path) -> None:
@@ -288,7 +297,8 @@ def test_retrieval(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [0, 1, 2])
-def test_response_selection(labels: int, tmp_path: Path) -> None:
+def test_response_selection(labels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_tasks, "_GATHERED", 20)  # five of the rows at a time
     path = tmp_path / "model"
     folder = classifier(path, labels) if labels else encoder(path)
     texts = sentences(24)

@@ -200,7 +200,7 @@ def test_the_top_is_about_the_file_that_ships(bare: ModelReport) -> None:
     assert "Quality 88.9% of the dense model's accuracy: 0.8000 of 0.9000" in page.text
     assert "in PyTorch 94.4%" in page.text
     assert "gpt2-small int8: 2 ms, 0.8" in page.charts()[0]
-    line = next(row for row in rows_of(shipped) if row.label == "  of int8 file")
+    line = next(row for row in rows_of(shipped) if row.label == "  accuracy of int8 file")
     assert line.value == "0.8000"
     alone = shipped.model_copy(update={"metrics": ()})  # nothing was measured in PyTorch
     time, size = Page(render_html([alone])).charts()[:2]

@@ -10,13 +10,14 @@ from tcompress.artifact.manifest import Metric
 from tcompress.options.steps import PaperRow
 from tcompress.reporting.console import render
 from tcompress.reporting.formatting import metric_labels, value_text
+from tcompress.reporting.headline import headline_of
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import render_html
 from tcompress.reporting.table_rows import healed_text, published, rows_of
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, metric_key
 from tests.support.cli import shown
 from tests.support.converted import converted
-from tests.support.records import metric, record, record_dense, speed, training
+from tests.support.records import metric, onnx_file, record, record_dense, speed, training
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +87,28 @@ def test_what_stands_for_several_models(bare: ModelReport) -> None:
 
 
 def test_a_baseline_that_is_not_the_dense_model_is_named(bare: ModelReport) -> None:
-    rival = metric().difference.model_copy(update={"baseline": "elsewhere/rival"})
-    shown = bare.model_copy(update={"metrics": (metric(difference=rival),)})
-    assert "accuracy, against rival" in [row.label for row in rows_of(shown)]
+    for name in ("elsewhere/rival", bare.name):  # the latter are its weights in PyTorch
+        rival = metric().difference.model_copy(update={"baseline": name})
+        shown = bare.model_copy(update={"metrics": (metric(difference=rival),)})
+        assert f"accuracy, against {Path(name).name}" in [row.label for row in rows_of(shown)]
+
+
+def test_lines_side_by_side_have_labels_of_their_own(bare: ModelReport) -> None:
+    numbers = [metric(), metric(0.7, name="f1")]
+    file = onnx_file(8, 9_100).model_copy(update={"metrics": numbers})
+    protocols = [{"device": "cpu", "new_tokens": count} for count in (32, 512)]
+    steps = [speed(1, phase="decode", cache="dynamic", protocol=facts) for facts in protocols]
+    report = bare.model_copy(update={"metrics": tuple(numbers), "exports": (file,), "speed": steps})
+    labels = [row.label for row in rows_of(report, [report])]
+    assert len({*labels}) == len(labels)
+    assert {"  f1 of int8 file", "decode B=1 T=32 + 512"} <= {*labels}
+
+
+def test_files_are_compared_by_one_number(bare: ModelReport) -> None:
+    file = onnx_file(8, 9_100).model_copy(update={"metrics": [metric(0.99, name="f1")]})
+    fields = ({"metrics": (metric(),)}, {"exports": (file,)})
+    reports = [bare.model_copy(update=own) for own in fields]
+    assert headline_of(reports, ["one", "two"]).model == 0
 
 
 def test_numbers_of_other_examples_are_not_compared(bare: ModelReport) -> None:
@@ -148,7 +168,8 @@ def test_of_a_set_the_newest_examples_count(bare: ModelReport) -> None:
     (mean,) = main_metrics([report])
     assert mean.value == pytest.approx(0.8)
     once = bare.model_copy(update={"metrics": (fewer, on("a"))})
-    assert main_metrics([once]) == [fewer]
+    assert main_metrics([once]) == [on("a")]
+    assert main_metrics([once, bare.model_copy(update={"metrics": (fewer,)})]) == [fewer, fewer]
 
 
 def test_agreement_with_another_model_is_named(bare: ModelReport) -> None:
@@ -193,6 +214,11 @@ def test_several_models_of_a_row_are_named_or_averaged(bare: ModelReport) -> Non
         alone = cites(bare, row, name="runs/three")
         (found,) = published([one, two, alone])
         assert found.ours == ours
+
+
+def test_of_several_sets_the_first_is_named(bare: ModelReport) -> None:
+    (row,) = published([cites(bare, SLICED, metrics=(on("paper"), on("mine", 0.1)))])
+    assert row.ours == "85.00 on paper.csv:text,label"
 
 
 def test_fractions_stay_fractions_and_unmeasured_rows_empty(bare: ModelReport) -> None:

@@ -6,7 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tcompress.files import check_drawings
 from tcompress.reporting.model_report import report_of
+from tcompress.reporting.overview_charts import all_pictures, shown_models
 from tcompress.reporting.pareto import Candidate, front_of, front_printed
 from tcompress.reporting.table_files import (
     Printed,
@@ -37,6 +39,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def report(folder: Path) -> ModelReport:
     return report_of(folder, 16)
+
+
+def test_the_dense_model_gets_no_number_of_another_baseline(report: ModelReport) -> None:
+    rival = metric().difference.model_copy(update={"baseline": "rival"})
+    number = metric(difference=rival)
+    file = onnx_file(8, 9_100).model_copy(update={"metrics": [number]})
+    shown = report.model_copy(update={"metrics": (number,), "exports": (file,)})
+    assert "0.9000" not in latex_text(report_table([shown]))
+    assert "0.944" not in latex_text(report_table([shown]))
+    rows = csv.DictReader(csv_text(report_sheet([shown])).splitlines())
+    told = [(row["dense"], row["ratio"]) for row in rows if row["quantity"] == "accuracy"]
+    assert told == [("", "")] * 2
+    assert not any("rival" in item.svg for item in all_pictures(shown_models([shown])))
 
 
 def test_csv_has_every_number(report: ModelReport) -> None:
@@ -117,6 +132,12 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert worked("report", folder, *files).lines[-3:] == told
     document = worked("report", folder, *files, "--json").document
     assert (document["csv"], len(document["figures"])) == (str(sheet), 5)
+
+
+def test_a_folder_for_pictures_stays(tmp_path: Path) -> None:
+    check_drawings(tmp_path)
+    check_drawings(tmp_path / "new")
+    assert (tmp_path.is_dir(), [*tmp_path.iterdir()]) == (True, [])
 
 
 @pytest.mark.parametrize("command", ["report", "evaluate", "sweep"])

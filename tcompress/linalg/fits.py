@@ -46,8 +46,9 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """Returns the dtype to compute in: the one stored, or that of an active autocast."""
-    if has_autocast(device.type) and torch.is_autocast_enabled(device.type):
+    """Returns the dtype to compute in: that of an active autocast, which float64 has none of."""
+    exact = stored == torch.float64
+    if not exact and has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return stored
 
@@ -164,7 +165,8 @@ def fit_rotation(
     device = problems[0].gram.device
     turn = partial(turn_rows, z=z.to(device, torch.float32), count=count)
     objective = (_output_objective if output else _input_objective)(problems, count, turn)
-    generators = torch.zeros(stages.generators_shape, device=device, requires_grad=True)
+    shape = stages.generators_shape
+    generators = torch.zeros(shape, dtype=torch.float32, device=device, requires_grad=True)
     optimiser = torch.optim.Adam([generators], lr=0.08)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     with _threads_for(stages.features), torch.enable_grad():

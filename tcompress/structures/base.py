@@ -201,7 +201,7 @@ def random_tensors(
     import torch
 
     return {
-        name: torch.randn(shape, generator=generator) / variances[name] ** 0.5
+        name: torch.randn(shape, generator=generator, dtype=torch.float32) / variances[name] ** 0.5
         for name, shape in shapes.items()
     }
 

@@ -135,6 +135,11 @@ class LprodSpec(Spec):
     pad: bool = option(False, "pad widths that p does not divide; instead of refusing")
     seed: int = option(0, "seed of the `random` transform", ge=0, off=True)
 
+    def clipped(self, layout: Any) -> str | None:
+        if self.tubal_rank is None or layout.tubal_rank is not None:
+            return None
+        return f"a tubal rank of {self.tubal_rank} became whole slices, which take no more"
+
     def settled(self, *, calibrated: bool) -> Self:
         if self.transform is not None:
             return self

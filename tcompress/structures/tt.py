@@ -52,7 +52,7 @@ ONCE = 3e6  # building a weight, however small
 # gradients and cost several times as much.
 FIRST_SWEEPS, CURVED_SWEEPS = 2, 3
 CHAIN_SWEEPS = 2  # over chains that share out the inputs
-FITTED_SIZES = 5  # of a chain of three cores or more, to predict all from
+FITTED_SIZES = 5  # of a chain, to predict all from
 PADDED = 0.01  # share of a weight that may be padding: zeros there cost next to nothing to fit
 
 
@@ -261,8 +261,7 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
         """Fits some sizes, and takes the others from what the SVDs of the chain cut off.
 
         Those are of the weight in the norm of both moments, where they are no optimum of the
-        chain: only their ratios are used. Of two cores the ratio to the loss hardly changes with
-        the rank; with more bonds, which share what is cut off, it falls as ranks do.
+        chain: only their ratios are used, which change with the rank.
         """
         if layouts[0].chains > 1:
             return super().losses(target, constant, layouts)
@@ -358,9 +357,7 @@ def _free_weight(target: Target) -> Tensor:
 
 
 def _fitted_sizes(layouts: Sequence[TTLayout]) -> list[int]:
-    """Places of the layouts that are fitted to predict all: the middle one, or some in a chain."""
-    if len(layouts[0].ranks) == 1:
-        return [len(layouts) // 2]
+    """Places of the layouts that are fitted to predict all."""
     import numpy as np
 
     ends = np.linspace(0, len(layouts) - 1, FITTED_SIZES).round().astype(int)

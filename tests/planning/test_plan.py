@@ -177,6 +177,7 @@ def test_the_smallest_target_that_is_named_can_be_met(method: str, planned: Plan
     ("method", "note"),
     [
         ({"name": "tt", "order": 3, "rank": [4, 20]}, "4, 20 became 4, 8"),
+        ({"name": "lprod", "p": 2, "tubal_rank": 99}, "rank of 99 became whole slices"),
         ({"name": "tucker", "share": "layers", "rank": 4, "cores": 99}, "99 became 2"),
     ],
 )

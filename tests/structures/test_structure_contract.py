@@ -371,6 +371,8 @@ def test_autocast(case: Case) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
         again = layer(y.detach()[..., :1] * x)  # an input in the dtype of autocast
+        exact = make_layer(case.layout(), bias=True).double()(x.double())
+    assert exact.dtype == torch.float64  # as `nn.Linear` has it
     assert (y.dtype, again.dtype) == (torch.bfloat16, torch.bfloat16)
     wanted = x.double() @ reference_of(layer).T + layer.bias.double()
     assert float((y - wanted).detach().norm() / wanted.detach().norm()) < 0.06

@@ -30,6 +30,7 @@ from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import joint
+from tcompress.structures.modules.linear import StructuredLinear, keep_weights
 from tests.support.conversions import (
     assert_same_without_a_cache,
     by_role,
@@ -175,7 +176,11 @@ def test_numbers_and_fractions_of_channels(tmp_path: Path) -> None:
     assert _sizes(made.plan) == {
         "q": (32, 16), "k": (32, 16), "v": (32, 16), "o": (16, 32), "up": (32, 48), "down": (48, 32)
     }  # fmt: skip
-    assert made.plan.saved == made.plan.parameters - made.load().num_parameters()
+    model = made.load()
+    assert made.plan.saved == made.plan.parameters - model.num_parameters()
+    layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
+    kept = sum(layer.dense_weight(torch.float32).nbytes for layer in layers)
+    assert keep_weights(model) == kept
 
 
 def test_layers_around_channels_change_together_or_not_at_all(tmp_path: Path) -> None:
@@ -485,7 +490,7 @@ def test_a_budget_is_shared_by_what_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_budget_out_of_reach_says_what_is_possible(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="allow at least"):
+    with pytest.raises(PlanError, match="the smallest possible is"):
         make("deberta-v2", tmp_path, "width", aware=True, target=0.2)
 
 

@@ -355,7 +355,9 @@ class StructuredLinear(nn.Module):
         """Keep one dense weight for passes in evaluation without gradients; return its bytes."""
         self.keeps_weight, self._kept = keep, None
         size = next(self.parameters(recurse=False)).element_size()
-        return size * self.in_features * self.out_features * (self.experts or 1) if keep else 0
+        rows = sum(part.out_features for part in self.parts)  # of channels that are left
+        columns = self.parts[0].terms[0].in_features
+        return size * rows * columns * (self.experts or 1) if keep else 0
 
     def cached_weight(self) -> Tensor | None:
         """Returns the cached weight if this pass may use it.  # ([experts,] out, in)."""

@@ -32,6 +32,7 @@ from tcompress.options import (
 from tcompress.options.choose import conversion
 from tcompress.options.commands import OnnxFiles
 from tcompress.options.compress_options import Compress
+from tcompress.options.convert_options import BUDGETS
 from tcompress.options.library import find_recipe
 from tcompress.options.method_options import METHODS, REPLACEMENTS
 from tcompress.options.read import as_plain, read
@@ -51,6 +52,7 @@ __all__ = ["export_dense", "inspect", "keep_weights", "report"]  # beside what i
 
 
 _TARGETS = (0.5, 0.25)
+_OF_CELLS = {"method", "structure", *BUDGETS}
 
 
 def convert(
@@ -58,7 +60,7 @@ def convert(
     *,
     method: str | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
-    recipe: str | Convert | None = None,
+    recipe: str | Path | Convert | None = None,
     calibration: str | Sequence[str] | Mapping[str, Any] | None = None,
     force: bool = False,
     revision: str | None = None,
@@ -105,7 +107,7 @@ def finetune(
     model: str | Path,
     *,
     output: str | Path | None = None,
-    recipe: str | Finetune | None = None,
+    recipe: str | Path | Finetune | None = None,
     force: bool = False,
     token: str | None = None,
     progress: Progress | None = None,
@@ -130,7 +132,7 @@ def finetune(
         TrainingError: Training diverged, or cannot go on.
     """
     _refuse_beside(recipe, **options)
-    if isinstance(recipe, str):
+    if isinstance(recipe, str | Path):
         found = parse_recipe(*find_recipe(recipe)).finetune
         if found is None:
             raise RecipeError(f"recipe `{recipe}` has no `finetune`")
@@ -153,7 +155,7 @@ def sweep(
     keep_models: bool = True,
     seeds: int | None = None,
     output: str | Path | None = None,
-    recipe: str | Recipe | None = None,
+    recipe: str | Path | Recipe | None = None,
     calibration: str | Sequence[str] | Mapping[str, Any] | None = None,
     force: bool = False,
     revision: str | None = None,
@@ -192,22 +194,24 @@ def sweep(
         InputError: Something given cannot be used, or no cell can be done.
     """
     given: Any = {"methods": methods or None, "task": task, "data": data, "finetune": finetune}
-    given |= {"bench": bench or None, "keep_models": None if keep_models else False}
-    given["targets"] = None if tuple(targets) == _TARGETS else targets
+    timed = bench is not None and bench is not False
+    given |= {"bench": bench if timed else None, "keep_models": None if keep_models else False}
+    given["targets"] = None if as_plain(targets) == [*_TARGETS] else targets
     _refuse_beside(recipe, **given, calibration=calibration, **options)
-    if isinstance(recipe, str):
+    if isinstance(recipe, str | Path):
         recipe = parse_recipe(*find_recipe(recipe))
     if recipe is None:
         if (task is None) != (data is None):
             raise RecipeError("`task` and `data` belong together: one of them is missing")
         measured = () if task is None else (read(Evaluate, {"task": task, "data": data}),)
         named = {"methods": methods or default_methods(), "targets": targets}
+        _refuse_overwritten(options)
         recipe = Recipe(
             recipe_version=1,
             convert=_conversion(None, "lprod", calibration, options),
             finetune=None if finetune is None else read(Finetune, finetune),
             evaluate=measured,
-            bench=read(Bench, bench if isinstance(bench, Mapping) else {}) if bench else None,
+            bench=read(Bench, bench if isinstance(bench, Mapping) else {}) if timed else None,
             sweep=read(Sweep, {**named, "keep_models": keep_models}),
         )
     name = str(model)
@@ -219,7 +223,7 @@ def sweep(
 
 
 def evaluate(
-    models: Sequence[str | Path],
+    models: str | Path | Sequence[str | Path],
     task: str,
     data: str | Path | Sequence[str | Path],
     *,
@@ -254,7 +258,7 @@ def evaluate(
     given = {**(options.pop("options", None) or {}), **options}
     given = {name: value for name, value in given.items() if value is not None}
     return measuring.evaluate(
-        models,
+        _listed(models),
         read(Evaluate, {"task": task, "data": data, **given}),
         baseline=baseline,
         save=save,
@@ -265,7 +269,7 @@ def evaluate(
 
 
 def bench(
-    models: Sequence[str | Path],
+    models: str | Path | Sequence[str | Path],
     against: str | Path | None = None,
     settings: Bench | None = None,
     *,
@@ -291,7 +295,7 @@ def bench(
     _refuse_beside(settings, **options)
     with RuntimeFiles.opened() as files:
         return benchmark.bench(
-            [str(name) for name in models],
+            [str(name) for name in _listed(models)],
             None if against is None else str(against),
             settings or read(Bench, options),
             save=save,
@@ -400,7 +404,7 @@ def plan(
     model: str | Path | Mapping[str, Any],
     *,
     method: str | Mapping[str, Any] | None = None,
-    recipe: str | Convert | None = None,
+    recipe: str | Path | Convert | None = None,
     calibration: str | Sequence[str] | Mapping[str, Any] | None = None,
     revision: str | None = None,
     token: str | None = None,
@@ -430,7 +434,7 @@ def _opened(
 
 
 def _conversion(
-    recipe: str | Convert | None,
+    recipe: str | Path | Convert | None,
     method: str | Mapping[str, Any] | None,
     calibration: str | Sequence[str] | Mapping[str, Any] | None,
     options: Mapping[str, Any],
@@ -441,6 +445,9 @@ def _conversion(
     if recipe is not None:
         return parse_recipe(*find_recipe(recipe)).convert
     given = {name: value for name, value in options.items() if value is not None}
+    given |= {name: _listed(given[name]) for name in ("keep", "only") if name in given}
+    if isinstance(given.get("embeddings"), str):
+        given["embeddings"] = {"method": given["embeddings"]}
     structure = given.pop("structure", None)
     said: dict[str, Any] = as_plain(
         {"method": method or {}, "attention": given.pop("attention", {})}
@@ -473,6 +480,27 @@ def _section(said: dict[str, Any], structure: str | None, name: str) -> str | No
     fields = [field for field in own.model_fields if field != "name"]
     allowed = ", ".join(f"`{field}`" for field in (*fields, *Convert.model_fields))
     raise RecipeError(f"there is no option `{name}`; allowed are {allowed}")
+
+
+def _refuse_overwritten(options: Mapping[str, Any]) -> None:
+    """Cells have methods and sizes of their own: what is said of one would be forgotten."""
+    if options.get("init") == "random":
+        text = '`init="random"` begins with weights at random, and a sweep cuts trained ones'
+        raise RecipeError(text, "compare variants of a recipe: `tcompress run RECIPE`")
+    said = as_plain({"method": {}, "attention": options.get("attention") or {}})
+    named = [
+        f"`{name}`"
+        for name, value in options.items()
+        if value is not None and (name in _OF_CELLS or _section(said, None, name) == "method")
+    ]
+    if named:
+        hint = "name it in `methods`, such as `{'name': 'lprod', 'p': 8}`, or in `targets`"
+        raise RecipeError(f"{', '.join(named)} cannot be given to all cells of a sweep", hint)
+
+
+def _listed(value: Any) -> Any:
+    """A list of names; one name may stand for a list of one."""
+    return [value] if isinstance(value, str | Path) else value
 
 
 def _refuse_beside(recipe: object, **given: Any) -> None:

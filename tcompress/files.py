@@ -237,11 +237,12 @@ def check_drawings(folder: Path) -> None:
         text = f"there is no folder `{folder.parent}` to make `{folder.name}` in"
         raise InputError(text, "make the folder first")
     try:
-        try_folder(folder)
         if folder.is_dir():
             close = _beside(folder / "drawing")
             close.open("x").close()
             close.unlink()
+        else:
+            try_folder(folder)
     except (OSError, ValueError) as error:
         raise unwritable(folder, error) from error
 

@@ -88,7 +88,7 @@ _NO_PREFIX = ("t5", "mt5", "umt5")
 
 
 def inspect_model(
-    name: str,
+    name: str | Path,
     revision: str | None = None,
     token: str | None = None,
     trust_remote_code: bool = False,
@@ -108,6 +108,7 @@ def inspect_model(
         SourceError: There is no such model, or it cannot be read.
         ArtifactError: It was converted, and is damaged or too new.
     """
+    name = str(name)
     bare = Path(name).expanduser().name == "config.json"
     folder = resolve(name, revision=revision, token=token, weights=not bare)
     if not bare:
@@ -217,6 +218,9 @@ def _from_plan(
     layers = tuple(_rewritten(entry, sizes, plan["method"]) for entry in entries["layers"])
     attention = entries.get("attention", [])
     saved = sum(layer.dense_parameters - layer.parameters for layer in layers)
+    for entry, layer in zip(entries["layers"], layers, strict=True):
+        outputs = sum(part["terms"][0]["out_features"] for part in entry["parts"])
+        saved += (layer.out_features - outputs) * entry["bias"]
     for entry in attention:
         saved -= _stored(sizes, f"{entry['name']}.tc_")
         for item in entry.get("unused", ()):
@@ -242,8 +246,10 @@ def _rewritten(entry: Mapping[str, Any], sizes: Mapping[str, int], method: str) 
     inside = f"{name}.tc_"
     if experts is not None:  # `tc_gate_up` holds what was `gate_up_proj`
         inside = f"{inside}{parameter.removesuffix('_proj')}."
-    columns = parts[0]["terms"][0]["in_features"]
-    rows = sum(part["terms"][0]["out_features"] for part in parts)
+    columns = _dense_width(parts[0]["terms"][0]["in_features"], entry.get("reads"))
+    rows = sum(
+        _dense_width(part["terms"][0]["out_features"], part.get("channels")) for part in parts
+    )
     facts: dict[str, Any] = {key: entry[key] for key in ("block", "role", "kind")}
     return LayerFacts(
         **facts,
@@ -256,6 +262,11 @@ def _rewritten(entry: Mapping[str, Any], sizes: Mapping[str, int], method: str) 
         parameters=_stored(sizes, inside),
         structure=describe_entry(entry, method),
     )
+
+
+def _dense_width(stored: int, channels: Mapping[str, Any] | None) -> int:
+    """Features of the dense layer, of which so many, in these channels, are stored."""
+    return channels["groups"] * channels["size"] if channels else stored
 
 
 def _stored(sizes: Mapping[str, int], inside: str) -> int:

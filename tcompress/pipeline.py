@@ -21,6 +21,7 @@ from tcompress.files import check_page
 from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import Bench, bench
 from tcompress.models import SourceModel
+from tcompress.models.names import adapter_files
 from tcompress.options import Bench as BenchOptions
 from tcompress.options import Convert, Evaluate, Finetune, Recipe
 from tcompress.options.load import SEED_SUFFIX, repetitions
@@ -161,6 +162,15 @@ def teachers_of(training: Finetune, source: SourceModel, token: str | None) -> l
     return find_teachers(training.teacher, None, token, trust=trust, dense=dense)
 
 
+def dense_folder(source: SourceModel) -> Path:
+    """The folder that opens as the dense model, by a name that results can keep.
+
+    That is the one that was given; what an adapter was merged into is in its copy alone.
+    """
+    given = source.origin or source.folder
+    return source.folder if adapter_files(given) else given
+
+
 def missed(item: Evaluate, metrics: Sequence[Metric]) -> str | None:
     """Says how a model's numbers miss the threshold of their measurement, if they do."""
     bound = None if item.threshold is None else Threshold.parse(item.threshold)
@@ -174,7 +184,7 @@ def time_passes(
     wanted: BenchOptions, folder: Path, source: SourceModel, progress: Progress | None = None
 ) -> Bench:
     """Times a model beside its dense source, as a recipe says."""
-    against = str(source.folder) if source.seed is None else None
+    against = str(dense_folder(source)) if source.seed is None else None
     trust = source.trust_remote_code
     return bench([str(folder)], against, wanted, progress=progress, trust_remote_code=trust)[0]
 
@@ -195,7 +205,7 @@ class _Run:
     def models(self) -> list[Path]:
         """All models; of one that began at random only the trained one knows anything."""
         made = list(dict.fromkeys([self.outcome.converted, self.outcome.folder]))
-        return made[-1:] if self.source.seed is not None else [self.source.folder, *made]
+        return made[-1:] if self.source.seed is not None else [dense_folder(self.source), *made]
 
     @property
     def _pretrained(self) -> Path:

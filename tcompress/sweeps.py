@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import tcompress
 from tcompress.artifact.averages import AGREEMENT
-from tcompress.artifact.checksums import digest_of
+from tcompress.artifact.checksums import stamp_of
 from tcompress.artifact.disk_cache import read_record
 from tcompress.artifact.manifest import Metric, Speed, read_manifest
 from tcompress.artifact.workplace import SWEEP, check_sweep, remove_model
@@ -37,7 +37,7 @@ from tcompress.errors import (
 )
 from tcompress.evaluation.measuring import evaluate
 from tcompress.evaluation.scores import Baseline, Threshold
-from tcompress.files import check_page, write_text
+from tcompress.files import check_page, remove, write_text
 from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
 from tcompress.options.load import SEED_SUFFIX, repetitions, sparse
@@ -149,9 +149,10 @@ def bench_of(convert: Convert) -> Bench | None:
     work = Workload.read(convert.at)
     if work.decodes:
         return None
-    options = {"batch": (work.batch,), "repeats": REPEATS, "threads": convert.threads}
+    options: dict[str, Any] = {"batch": (work.batch,), "repeats": REPEATS}
+    options |= {name: getattr(convert, name) for name in ("threads", "dtype", "device")}
     named = {"length": (work.length,)} if convert.at else {}
-    return Bench.model_validate({**options, **named, "dtype": convert.dtype})
+    return Bench.model_validate({**options, **named})
 
 
 def _at_speeds(convert: Convert, sweep: Sweep, source: SourceModel) -> Iterator[Convert]:
@@ -166,7 +167,8 @@ def _at_speeds(convert: Convert, sweep: Sweep, source: SourceModel) -> Iterator[
     fewer = {round(blocks * (1 - 1 / speed)) for speed in sweep.speedups}
     if not convert.changes_depth:
         for count in sorted(min(count, blocks - 1) for count in fewer if count and blocks > 1):
-            yield convert.without_method.model_copy(update={"drop_layers": count})
+            fewer_blocks = {"drop_layers": count, "at": None, "threads": None}  # without a speed
+            yield convert.without_method.model_copy(update=fewer_blocks)
 
 
 def _suited(convert: Convert, name: str, target: float, source: SourceModel) -> Any:
@@ -315,20 +317,9 @@ def identity_of(origin: str, settings: BaseModel, *data: str) -> str:
     # A threshold only judges a number, and the rest does not change it.
     unseen = {"threshold", "batch_size", "device"} if isinstance(settings, Evaluate) else None
     said = settings.model_dump(mode="json", exclude=unseen)
-    parts = (type(settings).__name__, origin, said, [*map(_stamp, data)])
+    parts = (type(settings).__name__, origin, said, [*map(stamp_of, data)])
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _stamp(name: str) -> Any:
-    """Changes with a local file or folder that is named; of all other names nothing is known."""
-    path = Path(name).expanduser()
-    if name and path.is_file():
-        return digest_of(path)
-    if not name or not path.is_dir():
-        return None
-    files = sorted(item for item in path.rglob("*") if item.is_file())
-    return [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
 def sweep(
@@ -391,6 +382,8 @@ def _claimed(folder: Path, force: bool) -> Iterator[None]:
         hint = "wait for it, or choose another output with `-o`"
         raise InputError(f"another sweep is writing `{folder}`", hint) from error
     try:
+        for scratch in state.glob("tmp*/"):  # of a sweep that was killed
+            remove(scratch)
         if force:
             for record in state.glob("*.json"):
                 record.unlink()

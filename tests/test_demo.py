@@ -117,7 +117,8 @@ def test_demo_refuses_a_folder_that_is_in_use(data: DemoData, tmp_path: Path) ->
 def test_demo_command(data: DemoData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcompress.demonstration.shipped_data", lambda: nullcontext(data))
     monkeypatch.setattr("tcompress.demonstration.VARIANTS", TRIED[::2])
-    done = completed("demo", "--keep-dir", tmp_path / "kept")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = completed("demo", "--keep-dir", "~/kept")
     assert "1 of 2 blocks, healed: " in done.out
     assert "times smaller on disk" in done.out
     assert "stories that the dense model wrote" in " ".join(done.out.split())

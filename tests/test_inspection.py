@@ -13,7 +13,7 @@ from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel
 from tcompress.reporting.model_report import report_of
 from tests.support.cli import completed, run
-from tests.support.conversions import OPTIONS, make
+from tests.support.conversions import OPTIONS, WIDTHS, make
 from tests.support.own_models import Workshop
 from tests.support.scratch import config_folder
 from tests.support.tiny import TINY, build
@@ -29,7 +29,7 @@ def told_twice(folder: Path, monkeypatch: pytest.MonkeyPatch, *, opens: bool = F
             stop = Mock(side_effect=AssertionError("the model was opened"))
             patch.setattr(SourceModel, "open", stop)
             patch.setattr("tcompress.artifact.reader.Artifact.open", stop)
-        at_once = inspect_model(str(folder))
+        at_once = inspect_model(folder)
     assert at_once == inspect_model(str(folder), plan=True)
     assert at_once.parameters == report_of(folder).parameters.total.now
 
@@ -43,8 +43,8 @@ def test_names_and_shapes_tell_what_the_model_does(
     told_twice(tmp_path, monkeypatch, opens=family in BUILT)
 
 
-@pytest.mark.often("experts", "svd", "fitted")
-@pytest.mark.parametrize("option", [*OPTIONS, "experts"])
+@pytest.mark.often("experts", "svd", "fitted", "svd-width")
+@pytest.mark.parametrize("option", [*OPTIONS, *WIDTHS, "experts"])
 def test_plans_tell_what_artefacts_hold(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,11 @@ import pytest
 import yaml
 
 from tcompress.artifact.manifest import read_manifest
+from tcompress.models import SourceModel
+from tcompress.pipeline import dense_folder
 from tests.support.cli import Ran, error, run
 from tests.support.evaluation import classifier, labelled_file
+from tests.support.model_folders import edited
 from tests.support.scratch import BERT
 
 
@@ -52,6 +55,14 @@ def test_a_whole_recipe_and_the_same_again() -> None:
     forced = _run("--force")
     assert forced.lines[-2:] == ["Wrote `made`.", "Report: `made.html`."]
     assert Path("made/model.safetensors").stat().st_mtime_ns > before
+
+
+def test_results_name_the_folder_that_was_given() -> None:
+    with edited(Path("bert/config.json")) as config:
+        config["torch_dtype"] = "torch.float32"
+    source = SourceModel.open("bert")
+    assert source.folder != source.origin
+    assert dense_folder(source) == Path("bert")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,9 @@ from tcompress.api import evaluate
 from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError, RecipeError
 from tcompress.models import SourceModel
-from tcompress.options import Recipe
+from tcompress.options import Recipe, dump_recipe, parse_recipe
 from tcompress.options.schema import default_methods
-from tcompress.sweeps import Cell, cells_of, fallback_metric
+from tcompress.sweeps import Cell, bench_of, cells_of, fallback_metric
 from tests.support import cli
 from tests.support.depth import deep
 from tests.support.evaluation import rows_file
@@ -93,6 +94,19 @@ def test_speeds_are_refused_where_a_conversion_refuses_them() -> None:
     assert (svd.name, svd.refusal, svd.recipe.convert.speedup) == ("svd-2x", None, 2)
     assert tucker.name == "tucker-2x"
     assert "`speedup` sizes layers one by one: give a target instead" in (tucker.refusal or "")
+
+
+def test_cells_of_a_speed_are_recipes_and_timed_on_the_device(tmp_path: Path) -> None:
+    deep("llama", 2).build().save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    timed = {"method": {"name": "svd"}, "speedup": 2, "at": "1x16", "threads": 1}
+    said = recipe(
+        convert={**timed, "calibration": {"source": "texts.txt"}}, sweep={"speedups": [2]}
+    )
+    cells = cells_of(said, SourceModel.open(str(tmp_path)))
+    assert [cell.recipe.convert.drop_layers for cell in cells] == [None, 1]
+    for cell in cells:
+        assert parse_recipe(dump_recipe(cell.recipe), "cell") == cell.recipe
+    assert bench_of(said.convert.model_copy(update={"device": "cuda:1"})).device == "cuda:1"
 
 
 def test_recipes_that_begin_at_random_are_run() -> None:
@@ -300,3 +314,18 @@ def test_from_python() -> None:
     assert {row.left for row in found.front.rows} == {0, 1}
     with pytest.raises(RecipeError, match="`task` and `data` belong together"):
         tcompress.sweep("bert", task="sts")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"p": 2}, "`p` cannot be given to all cells of a sweep"),
+        ({"target": 0.3, "method": "svd"}, "`target`, `method` cannot be given to all cells"),
+        ({"init": "random"}, "a sweep cuts trained ones"),
+        ({"seeds": 0}, "`seeds` is 0, allowed is 1 or more"),
+        ({"targets": 0.5}, "`targets` is `0.5`, allowed is a list"),
+    ],
+)
+def test_what_cells_would_forget_is_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        tcompress.sweep("bert", calibration="texts.txt", **said)

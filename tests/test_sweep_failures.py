@@ -107,6 +107,13 @@ def test_output_that_is_no_sweep_is_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_what_a_killed_sweep_has_left_is_removed() -> None:
+    Path("out/.sweep/tmp4ever").mkdir(parents=True)
+    run(recipe(targets=[0.5]))
+    assert not Path("out/.sweep/tmp4ever").exists()
+
+
+@pytest.mark.usefixtures("quick")
 def test_two_sweeps_do_not_share_an_output() -> None:
     Path("out/.sweep").mkdir(parents=True)
     with FileLock("out/.sweep/lock"), pytest.raises(InputError, match="another sweep is writing"):

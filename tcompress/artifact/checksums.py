@@ -24,6 +24,17 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def stamp_of(name: str) -> Any:
+    """Changes with a local file or folder that is named; of all other names nothing is known."""
+    path = Path(name).expanduser()
+    if name and path.is_file():
+        return digest_of(path)
+    if not name or not path.is_dir():
+        return None
+    files = sorted(item for item in path.rglob("*") if item.is_file())
+    return [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
 def is_whole(path: Path, checksum: str | None) -> bool:
     """True where a file that an interrupted run had finished is still as it was."""
     return checksum is not None and path.is_file() and digest_of(path) == checksum

@@ -119,11 +119,19 @@ def check_files(folder: Path) -> Artifact | None:
 
 
 def open_checked(
-    name: str, token: str | None = None, trust: bool = False, **options: Any
+    name: str,
+    token: str | None = None,
+    trust: bool = False,
+    *,
+    converted: bool = True,
+    **options: Any,
 ) -> SourceModel:
-    """Open a dense or converted model to use it; arguments as for `SourceModel.open`."""
+    """Open a dense or converted model to use it; arguments as for `SourceModel.open`.
+
+    Where none may be `converted`, such a model is a `SourceError`.
+    """
     check_files(resolve(name, token=token))
-    options |= {"trust_remote_code": trust, "converted": True}
+    options |= {"trust_remote_code": trust, "converted": converted}
     return SourceModel.open(name, token=token, **options)
 
 

@@ -337,10 +337,11 @@ class OutputComparison:
         same = scored = 0
         vectors: list[tuple[Tensor, Tensor]] = []
         for exact, changed, mask in pairs:
-            if kind != "scores":
+            single = exact.shape[-1] == 1 and not self.sampler.independent
+            if kind != "scores" or single:
                 count = len(exact) // (VARIANTS if kind == "embeddings" else 1)
                 vectors.append((_mean(exact[:count], mask), _mean(changed[:count], mask)))
-            elif self.sampler.independent or exact.shape[-1] > 1:
+            else:
                 alike = self.sampler.agreements(exact, changed, mask)
                 same += int(alike.sum())
                 scored += alike.numel()
@@ -381,7 +382,8 @@ class OutputComparison:
         """Agreement of both models by source; 1 is in everything.
 
         Of scores it is the share whose best class or token is the same, of embeddings and states
-        the rank correlation of the similarities of all samples.
+        the rank correlation of the similarities of all samples, of a single score of each sample
+        that of the scores.
         """
         agreements: dict[str, float] = {}
         for source, items in self._by_source.items():
@@ -409,13 +411,25 @@ def _mean(states: Tensor, mask: Tensor | None) -> Tensor:
     return Pooling()(flat, counts).cpu()
 
 
+FEWEST = 3  # samples that have a rank correlation
+
+
 def rank_correlation(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """Correlate the ranks of the cosines of all vectors on both sides; NaN where that has none.
 
-    Pairs of (n, d) and (n, e), on the CPU.
+    Pairs of (n, d) and (n, e), on the CPU. Cosines of single numbers are signs, so of (n, 1) the
+    numbers themselves are ranked.
     """
     sides = [torch.cat(side).double() for side in zip(*pairs, strict=True)]
+    if all(side.shape[-1] == 1 for side in sides):
+        return _ranked(*(side.flatten() for side in sides))
     upper = torch.triu_indices(len(sides[0]), len(sides[0]), 1).unbind()
     units = [normalize(side, dim=-1) for side in sides]
     exact, changed = ((unit @ unit.mT)[upper] for unit in units)
-    return float(spearmanr(exact, changed).statistic) if len(exact) > 2 else nan
+    return _ranked(exact, changed)
+
+
+def _ranked(exact: Tensor, changed: Tensor) -> float:
+    """Rank correlation of numbers; NaN where they are few or all the same.  # (n,)."""
+    same = any(bool((side == side[:1]).all()) for side in (exact, changed))
+    return nan if same or len(exact) < FEWEST else float(spearmanr(exact, changed).statistic)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tcompress import processes
-from tcompress.artifact.workplace import check_output
+from tcompress.artifact.workplace import check_apart, check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
-from tcompress.models.names import default_output_name
+from tcompress.models.names import default_output_name, local_folder
 from tcompress.options.commands import Hub, Manner, OneModel, Planned, Written
 from tcompress.options.compress_options import Compress
 from tcompress.runtimes.installed import require
@@ -40,10 +40,14 @@ def compress(
 ) -> None:
     """Does what `tcompress compress` says."""
     folder = Path(written.output or default_output_name(one.model, "small"))
+    output, local = folder.expanduser().absolute(), local_folder(one.model)
     with first_look() as look:
+        if local is not None:
+            look.check(check_apart, output, local, "the model's own folder")
+        if not look.found:  # nor has it anything to say of such a folder
+            look.check(check_output, output, force=written.force)
         if goal.runtime != "torch":
             look.check(require, "onnx")
-        look.check(check_output, folder.expanduser().absolute(), force=written.force)
         look.models(one.model)
         look.data([*goal.data, *goal.test_data])
     reach(one.model, token=hub.token)
@@ -82,7 +86,7 @@ def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: M
     from tcompress.artifact.reader import open_checked
     from tcompress.compression.forecast import forecast
 
-    source = open_checked(model, token=hub.token, trust=hub.allow_remote_code)
+    source = open_checked(model, hub.token, hub.allow_remote_code, converted=False)
     expected = forecast(source, goal)
     if manner.as_json:
         terminal.print_json({"dry_run": True, "output": str(folder.absolute()), **asdict(expected)})

@@ -21,9 +21,9 @@ EXAMPLES = ("tcompress demo", "tcompress demo --keep-dir demo-models")
 
 def demo(call: Shown, manner: Manner) -> None:
     """Does what `tcompress demo` says."""
-    kept = call.keep_dir
+    kept = Path(call.keep_dir).expanduser() if call.keep_dir else None
     if kept:
-        check_output(Path(kept), force=False)
+        check_output(kept, force=False)
     from tcompress.demonstration import run_demo, shipped_data
 
     place = nullcontext(kept) if kept else TemporaryDirectory(prefix="tcompress-demo-")

@@ -15,7 +15,7 @@ from tcompress.cli import terminal
 from tcompress.cli.convert import default_output, perform, show_plan
 from tcompress.cli.first_look import Job, first_look
 from tcompress.cli.sweep import perform_sweep
-from tcompress.errors import RecipeError
+from tcompress.errors import RecipeError, listed
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
 from tcompress.options.load import SEED_SUFFIX, repetitions
 
@@ -77,9 +77,18 @@ def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> 
     from tcompress import variant_sweep
 
     chosen = variant_sweep.variants_of(said, origin)
+    named = job.architecture is None  # the model: by `--model`, or by the recipe
+    changing = [name for name, item in chosen.items() if item.architecture != said.architecture]
+    if named and changing:
+        raise RecipeError(
+            f"`--model {job.model}` takes the place of the architecture in `{origin}`, and "
+            f"variants change it: {listed(changing)}",
+            "leave `--model` out, or train one variant: `--set sweep=null --variant VARIANT`",
+        )
 
     def opened(variant: Recipe) -> SourceModel:
-        return replace(job, convert=variant.convert, architecture=variant.architecture).open()
+        architecture = None if named else variant.architecture
+        return replace(job, convert=variant.convert, architecture=architecture).open()
 
     with first_look() as look:
         for name, variant in {} if planned.dry_run else chosen.items():

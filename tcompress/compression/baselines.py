@@ -78,7 +78,9 @@ def _fewer_layers(work: Work, dense: Row) -> list[Row]:
     """Measure the most whole layers that reach the goal, as they are."""
     blocks = roles_of(work.source).blocks
     numbers = sum(layer.parameters for block in blocks for layer in block.layers)
-    each = max(1, numbers // max(1, len(blocks)) * (4 if work.runtime == "torch" else 1))
+    store = work.source.store
+    stored = store.dtype(max(store.keys(), key=store.nbytes)).itemsize
+    each = max(1, numbers // max(1, len(blocks)) * (stored if work.runtime == "torch" else 1))
     measured = Measured(dense.bytes, dense.speedup)
     count = layers_that_reach(len(blocks), work.goal, measured, each)
     if not 0 < count < len(blocks):
@@ -134,7 +136,8 @@ def _with_quality(work: Work, row: Row, folder: Path, stand_in: nn.Module | None
     assert main is not None  # a task has a number
     if dense:
         work.place.note("quality", name=main.name)
-        work.place.note("baseline", sets=[one.to_json() for one in scores.baseline])
+        named = [replace(one, name=work.source.id) for one in scores.baseline]
+        work.place.note("baseline", sets=[one.to_json() for one in named])
     agreements = [one.value for one in scores.metrics if one.name == AGREEMENT]
     interval = None if main.interval is None else (main.interval.low, main.interval.high)
     agreement = fmean(agreements) if agreements else None

@@ -17,9 +17,16 @@ from pydantic import TypeAdapter
 
 import tcompress
 from tcompress import files
+from tcompress.artifact.checksums import stamp_of
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import open_checked
-from tcompress.artifact.workplace import Workplace, check_output, holds_other_work, identity_of
+from tcompress.artifact.workplace import (
+    Workplace,
+    check_apart,
+    check_output,
+    holds_other_work,
+    identity_of,
+)
 from tcompress.compression import static_row
 from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.baselines import SHIPPED, baselines, measurement, row_of
@@ -34,7 +41,7 @@ from tcompress.errors import InputError, Problems
 from tcompress.evaluation.measuring import check_measurement
 from tcompress.fields import RuntimeName
 from tcompress.hf.opening import multiplies_bfloat16
-from tcompress.models.names import encodes_sentences
+from tcompress.models.names import carry_files, encodes_sentences
 from tcompress.options import Finetune
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
@@ -83,14 +90,17 @@ def compress(
     crew = Crew[Job](lambda job: perform(source, job, progress, say))
     with crew.led():
         _check(output, settings, force)
-        source = open_checked(str(model), token=token, trust=trust_remote_code)
+        source = open_checked(str(model), token, trust_remote_code, converted=False)
+        check_apart(output, source.origin or source.folder, "the model's own folder")
         if settings.task is not None:
             check_measurement(measurement(settings, Effort()), source, heads=True)
         check_size(source, settings)
         facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
-        identity = identity_of({**facts, "weights": source.store.fingerprint()})
+        data = [*map(stamp_of, (*settings.data, *settings.test_data))]
+        identity = identity_of({**facts, "weights": source.store.fingerprint(), "data": data})
         if holds_other_work(output, identity):
-            say(f"What a run with other options left unfinished for `{output.name}` is not used.")
+            name = f"`{output.name}`"
+            say(f"What a run with other options or data left unfinished for {name} is not used.")
         place = Workplace(output, identity, force=force)
         with place.working():
             if place.published:  # a kill came after it
@@ -207,12 +217,13 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
     # and change none; but those of the user are never shared.
     copy = files.second_name if work.is_ours(shipped) else shutil.copy2
     shutil.copytree(shipped, work.place.model, copy_function=copy)
+    carry_files(shipped, (), work.place.model)  # what is around a transformer in the old layout
     trust = work.source.trust_remote_code
     beside = [one for one in rows if one.name != SHIPPED]
     write_records(work.place.model, work.place.output.name, beside, trust_remote_code=trust)
     manifest = read_manifest(work.place.model)
     exported = file_of(manifest, work.runtime)
-    file = "model.safetensors" if exported is None else exported.file
+    file = ", ".join(work.store_of(shipped).files) if exported is None else exported.file
     agreements = _agreements(manifest)
     kind = work.source.model_class.__name__
     usage = usage_of(
@@ -264,6 +275,11 @@ def _overrun(work: Work) -> tuple[str, ...]:
     if -work.minutes_left <= OVERRUN * most:
         return ()
     took = minutes_text(most - work.minutes_left)
-    longest = max(work.place.notes("seconds"), key=lambda note: float(note["seconds"]))
+    text = f"all took about {took} in place of {minutes_text(most)}"
+    # Those of runs that were stopped are no part of these minutes.
+    stages = [note for note in work.place.notes("seconds") if note.get("began") == work.began]
+    if not stages:
+        return (text,)
+    longest = max(stages, key=lambda note: float(note["seconds"]))
     part = f"{longest['stage'].lower()} took {minutes_text(longest['seconds'] / 60)} of them"
-    return (f"all took about {took} in place of {minutes_text(most)}; {part}",)
+    return (f"{text}; {part}",)

@@ -24,6 +24,7 @@ from tcompress.artifact.manifest import (
     one_file,
     read_manifest,
     record,
+    write_manifest,
 )
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace
@@ -43,6 +44,7 @@ from tcompress.fields import RuntimeName
 from tcompress.latency.benchmark import bench, same_pass
 from tcompress.latency.paired_timing import InRuntime
 from tcompress.models import SourceModel
+from tcompress.models.store import WeightStore
 from tcompress.options import Bench, Convert, Finetune
 from tcompress.options.commands import OnnxFiles
 from tcompress.options.compress_options import Compress
@@ -104,7 +106,8 @@ class Work:
             self.say(f"{stage} ({max(0.0, self.minutes_left):.1f} minutes left)")
         start = time.monotonic()
         yield
-        self.place.note("seconds", stage=stage, seconds=time.monotonic() - start)
+        seconds = time.monotonic() - start
+        self.place.note("seconds", stage=stage, seconds=seconds, began=self.began)
 
     def learn_agreement(self, values: Collection[float]) -> None:
         """Show how far the model agrees with the dense one, where that was measured."""
@@ -140,6 +143,8 @@ class Work:
             with self.timed(f"Exporting {label}"):
                 shared: dict[str, Any] = {"trust_remote_code": trust, "progress": self.progress}
                 export_onnx(model, folder, settings, **shared)
+                if name == DENSE:
+                    _forget_times(folder)
             file_of(read_manifest(folder), self.runtime)  # there is one
         return folder
 
@@ -153,6 +158,8 @@ class Work:
 
     def speed(self, folder: Path, runtime: RuntimeName) -> float:
         """Times as fast as the dense model in PyTorch; measured once, and kept in the manifest."""
+        if folder == self.original and runtime == "torch":
+            return 1.0
         batch, length = self.settings.batch_and_length
         reads = inputs_of(self.source)
         if self.is_ours(folder) and (ratio := _stored_ratio(folder, runtime)) is not None:
@@ -197,7 +204,12 @@ class Work:
         file = file_of(read_manifest(folder), runtime)
         if file is not None:
             return file.bytes
-        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        store = self.store_of(folder)
+        return sum((store.folder / name).stat().st_size for name in store.files)
+
+    def store_of(self, folder: Path) -> WeightStore:
+        """The weights of a model, be it the one that was given or one that was made here."""
+        return self.source.store if folder == self.original else WeightStore.open(folder)
 
 
 def _agree(times: Sequence[Speed], *, surely: bool) -> bool:
@@ -230,6 +242,12 @@ def _fastest(times: Sequence[Speed]) -> Speed:
             "protocol": {**speed.protocol, "timings": len(times)},
         }
     )
+
+
+def _forget_times(folder: Path) -> None:
+    """Take times that came with a model out of its manifest: they are of other passes."""
+    if (manifest := read_manifest(folder)) is not None:
+        write_manifest(folder, manifest.model_copy(update={"speed": []}))
 
 
 def _stored_ratio(folder: Path, runtime: RuntimeName) -> float | None:
@@ -277,5 +295,5 @@ def perform(
 
 def follow(model: Path | str, *, token: str | None = None, trust_remote_code: bool = False) -> None:
     """Take part in what the first process does, until it says that it is over."""
-    opened = cache(lambda: open_checked(str(model), token=token, trust=trust_remote_code))
+    opened = cache(lambda: open_checked(str(model), token, trust_remote_code, converted=False))
     processes.Crew[Job](lambda job: perform(opened(), job)).follow()

@@ -11,6 +11,7 @@ used for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from tcompress.artifact.manifest import (
     write_manifest,
 )
 from tcompress.artifact.workplace import check_apart, check_output, identity_of
-from tcompress.blockwise.output_sampler import OutputComparison, sampler_of
+from tcompress.blockwise.output_sampler import FEWEST, OutputComparison, sampler_of
 from tcompress.conversion.estimate import check_room
 from tcompress.conversion.model_fits import Conversion, Fits, fit, fit_on_data
 from tcompress.conversion.outputs import check_written, write_rest
@@ -254,11 +255,7 @@ def _within_loss(conversion: Conversion, allowed: float) -> dict[str, Plan]:
         name = f"error-{error:.4g}"
         lost = _distance(conversion, name, plan).lost
         if lost is None:
-            raise PlanError(
-                "`max_loss` cannot be measured: the samples held out are too few, or what the "
-                "model puts out cannot be compared",
-                "use more calibration data, or limit the predicted error: `--max-error 0.02`",
-            )
+            raise _no_agreement(conversion)
         plans[error], losses[error] = plan, lost
         return lost
 
@@ -271,6 +268,21 @@ def _within_loss(conversion: Conversion, allowed: float) -> dict[str, Plan]:
         )
     facts = {"kind": "max_loss", "limit": allowed, "lost": losses[error]}
     return {f"error-{error:.4g}": plans[error].with_facts(facts)}
+
+
+def _no_agreement(conversion: Conversion) -> PlanError:
+    """Say why outputs on data held out cannot be compared, whatever they are."""
+    data, hint = conversion.data, "limit the predicted error: `--max-error 0.02`"
+    assert data is not None
+    counts: Counter[str] = Counter()
+    for index in data.holdout or data.fitted:
+        counts[data.origins.get(index, data.name)] += samples_in(data.batches[index])
+    if max(counts.values()) < FEWEST:
+        hint = f"use more calibration data, or {hint}"
+        found = f"no source has {FEWEST} samples that are held out"
+    else:
+        found = "what the models put out is the same for all samples held out"
+    return PlanError(f"`max_loss` cannot be measured: {found}", hint)
 
 
 def _distance(conversion: Conversion, name: str, tried: DepthPlan | Plan) -> Distance:
@@ -412,7 +424,7 @@ def _write_model(conversion: Conversion, fits: Fits, paper: Sequence[PaperRow]) 
     version = needed_version(plan.entries, plan.attention, drawn=drawn, rounded=rounded)
     manifest = Manifest(
         format_version=version,
-        source=_source_facts(source, conversion.dense.whole or conversion.dense, plan),
+        source=_source_facts(source, conversion.whole, plan),
         recipe=recipe.model_dump(mode="json"),
         plan=plan,
         calibration=_calibration_facts(conversion.data, fits.comparison),
@@ -489,7 +501,7 @@ def _warnings(conversion: Conversion, unreached: Sequence[str]) -> Iterator[str]
             f"{len(conversion.plan.layers)} layers (such as `{unreached[0]}`): they are fitted "
             "without data; `--keep` leaves them dense"
         )
-    if names := stray_links(source.folder, source.trust_remote_code):
+    if names := stray_links(source.origin or source.folder, source.trust_remote_code):
         rest = ", ..." if len(names) > 3 else ""
         yield (
             "links out of the model's folder are not carried along: "

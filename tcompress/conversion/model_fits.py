@@ -71,6 +71,10 @@ class Conversion(SearchInputs):
     full_recipe: Convert  # with the choice of blocks, and what is asked of the whole model
     statistics: Statistics | None = None  # what other conversions of the model have measured
 
+    @property
+    def whole(self) -> SourceModel:
+        return self.dense.whole or self.dense
+
     def cut(self, depth: DepthPlan) -> Conversion:
         """Return the same of a model with these blocks alone."""
         source = cut_to(self.dense, depth)

@@ -66,6 +66,10 @@ def groups_of(
     return [*map(tuple, members.values())]
 
 
+RULES_OUT = torch.finfo(torch.float32).min / 2
+"""From here down a number of a mask rules something out, as minus infinity does."""
+
+
 class Outputs:
     """All tensors of the output, in the order of the source's weight files.
 
@@ -185,14 +189,16 @@ class Outputs:
         """Read a tensor that is carried over, but for tables of positions that are made anew.
 
         It has to be finite and fit into the dtype; but what is no weight may hold minus infinity,
-        as masks do, and a single number infinity, as bounds do.
+        or a number as low, as masks do, and a single number infinity, as bounds do.
         """
         tensor, dtype = self.source.store.tensor(key), self._cast(key)
         if key in self.tables:
             return first_table(self.tables[key], tensor)
         if tensor.is_floating_point() and tensor.numel():
             low, high = map(float, torch.aminmax(tensor))
-            largest = max(high, -low) if key.endswith(".weight") else high
+            if low <= RULES_OUT and not key.endswith(".weight"):
+                low = float(tensor.where(tensor > RULES_OUT, 0).min())
+            largest = max(high, -low)
             what = f"tensor `{self.source.store.name_inside(key)}` of the source"
             bound = tensor.numel() == 1 and abs(high) == inf
             if isnan(largest) or (largest == inf and not bound):

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -49,7 +51,6 @@ from tcompress.models.names import (
     MANIFEST,
     carry_files,
     forget_code,
-    sentence_root,
     without_code,
 )
 from tcompress.options.commands import OnnxFiles
@@ -111,11 +112,11 @@ def export_onnx(
     output = Path(output).expanduser().absolute()
     source = open_checked(str(model), token=token, trust=trust_remote_code)
     origin = source.origin or source.folder
-    inside = output.is_dir() and output.samefile(sentence_root(origin) or origin)
+    inside = output.is_dir() and output.samefile(origin)
     force = force or inside
-    check_output(output, force=force)
     if not inside:
         check_apart(output, origin, "the model itself")
+    check_output(output, force=force)
     identity = identity_of(
         {
             "export": to,
@@ -348,10 +349,13 @@ def with_files(card: str, files: Sequence[ExportedFile], to: ExportFormat = "onn
 
 
 def without_files(card: str, to: ExportFormat) -> str:
-    """Take the table of files for a runtime out of a card."""
-    before, _, older = f"\n{card}".partition(f"\n{_HEADINGS[to]}\n")
-    _, heading, after = older.partition("\n## ")  # files of the other kind
-    return f"{before}{heading}{after}".removeprefix("\n")
+    """Take the table of files for a runtime out of a card; what others wrote around it stays."""
+    written = (
+        rf"^{_HEADINGS[to]}\n\n\| file \| bits of weights \|.*\n(?:\|.*\n?)+"
+        r"(?:\nSpeed is that of .*?of outputs(?:, with the same)?\.\n?)?"
+        rf"(?:\n{re.escape(_READERS[to])})?\n*"
+    )
+    return re.sub(written, "", card, flags=re.MULTILINE)
 
 
 _FILES: dict[RuntimeName, tuple[str, ...]] = {
@@ -394,10 +398,16 @@ class RuntimeFiles:
         return OnnxModule(OnnxModel.open(path, threads), source.config)
 
     def _new(self, source: SourceModel, runtime: RuntimeName) -> Path:
-        output = self.scratch / f"{source.store.fingerprint()}-{runtime}"
+        # A fingerprint alone samples the weights: two models may share it.
+        folder = source.origin or source.folder
+        facts = {"folder": folder.resolve(), "settings": source.settings}
+        identity = identity_of({**facts, "weights": source.store.fingerprint()})
+        key = hashlib.sha256(identity.encode()).hexdigest()
+        output = self.scratch / f"{key}-{runtime}"
         path = output / FOLDER / _FILES[runtime][0]
         if not output.exists():
-            export_onnx(source.origin or source.folder, output, _SETTINGS[runtime])
+            trust = source.trust_remote_code
+            export_onnx(folder, output, _SETTINGS[runtime], trust_remote_code=trust)
         if not path.is_file():
             text = f"`{source.id}` becomes several files in ONNX, which are not run together here"
             raise InputError(text, "measure this model with `--runtime torch`")

@@ -23,7 +23,7 @@ OPSET = 20
 """The version of ONNX's operators: layer norm and GELU are one operator each from here on."""
 LARGEST_FILE = 1_900_000_000
 """Bytes of weights above which they lie beside the file: protobuf ends at 2 GiB."""
-TRACED = Size(batch=2, length=6, past=5)
+TRACED = Size(batch=2, length=6, past=5, pictures=3)
 """Sizes that a graph is traced with; all of them stay free."""
 
 

@@ -22,6 +22,7 @@ from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
 
 BATCH, LENGTH = "batch_size", "sequence_length"
+PICTURES = "image_batch_size"
 PAST, TOTAL = "past_sequence_length", "total_sequence_length"
 ENCODED = "encoder_sequence_length"
 """Names of axes whose size is free."""
@@ -30,11 +31,15 @@ _TEXTS = ("_ids", "_mask")  # ends of names of inputs that have a length
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the free axes of one pass; `past` are tokens in a cache before the new ones."""
+    """Sizes of the free axes of one pass; `past` are tokens in a cache before the new ones.
+
+    `pictures` is their number where it is free; 0 for as many as texts.
+    """
 
     batch: int
     length: int
     past: int = 0
+    pictures: int = 0
 
 
 class Part(nn.Module):
@@ -64,10 +69,18 @@ class Part(nn.Module):
         """True if the length of its inputs is free."""
         return any(name.endswith(_TEXTS) for name in self.inputs)
 
+    @property
+    def compares(self) -> bool:
+        """True if every picture is compared with every text: there may be more of one kind."""
+        return "logits_per_image" in self.outputs
+
     def sample(self, size: Size, seed: int = 0) -> dict[str, Tensor]:
         """Draw inputs; every second text is padded at its end."""
         device = torch.device("cpu")
         drawn = self.draw.batch(size.batch, size.length, seed, device, torch.float32)
+        if self.compares and size.pictures:
+            others = self.draw.batch(size.pictures, size.length, seed, device, torch.float32)
+            drawn["pixel_values"] = others["pixel_values"]
         self._draw_more(drawn, size, torch.Generator().manual_seed(seed))
         return {name: drawn[name] for name in self.inputs}
 
@@ -87,7 +100,8 @@ class Part(nn.Module):
 
     def axes(self, name: str) -> dict[int, str]:
         """Name the free axes of an input."""
-        return {0: BATCH} | ({1: LENGTH} if name.endswith(_TEXTS) else {})
+        batch = PICTURES if self.compares and name == "pixel_values" else BATCH
+        return {0: batch} | ({1: LENGTH} if name.endswith(_TEXTS) else {})
 
 
 def _mask(batch: int, length: int) -> Tensor:

@@ -53,7 +53,8 @@ class Proof:
     def of(cls, part: Part, batches: Sequence[Mapping[str, Tensor]] = ()) -> Proof:
         """Run a part on random inputs of three shapes, and on batches of a model's data."""
         longest = min(part.draw.longest or 128, 128)
-        sizes = [Size(1, min(5, longest)), Size(3, min(21, longest)), Size(2, longest)]
+        middle = Size(3, min(21, longest), pictures=4)
+        sizes = [Size(1, min(5, longest)), middle, Size(2, longest)]
         if isinstance(part, CausalPart):  # the last one decodes a token
             sizes[-1] = Size(2, 1, longest - 1)
         shapes = _answers(part, [part.sample(size, seed) for seed, size in enumerate(sizes, 1)])

@@ -330,7 +330,7 @@ def _splits(
     if not is_finite(stack):
         raise FitError(
             f"the weight of layer `{entry.name}` holds NaN or infinity",
-            "repair the checkpoint, or leave the layer out with `--keep`",
+            "repair the checkpoint first",
         )
     regressors = entry.parts[0].terms[0].regressors
     splits: list[list[_Split]] = []

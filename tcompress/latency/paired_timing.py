@@ -142,15 +142,15 @@ class PairedTiming:
 
     def own_length(self) -> int:
         """Tokens of a picture or sound, whose length cannot be chosen."""
-        inputs = self._batch(1, 1)
         with _running(f"`{self.model.name}` cannot run a batch of 1"):
-            return sequence_length(self.model.source, self.model.model, inputs)
+            return sequence_length(self.model.source, self.model.model, self._batch(1, 1))
 
     def measure(self, cell: Cell) -> Speed:
         """Times both at one cell: warm-ups, timed passes in turn, one more for the memory."""
         if cell.mode == "compiled":
             torch.compiler.reset()  # past a few shapes the compiler silently falls back to eager
-        inputs = self._batch(cell.batch, cell.length)
+        with _running(f"`{self.model.name}` cannot run {cell}"):
+            inputs = self._batch(cell.batch, cell.length)
         with torch.inference_mode():
             timed = self.model
             if cell.mode == "eager" or cell.mode == "compiled":

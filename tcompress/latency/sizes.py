@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import inf, prod
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -81,7 +81,7 @@ class RandomInputs:
     inputs: Inputs
     shapes: dict[str, tuple[int, ...]]  # of pictures, sounds and grids by name, without the batch
     tokens: Tensor  # (tokens,)
-    last: int | None  # token that ends every sequence, if the models have one
+    last: int | None  # token that ends every sequence, if the models have one and both know it
     # Most tokens that both have positions for, or read as sentence encoders; None without limit.
     longest: int | None
 
@@ -99,7 +99,9 @@ class RandomInputs:
                 "give a baseline that takes the same inputs",
             )
         last = getattr(model.config, "eos_token_id", None)
-        last = last if isinstance(last, int) else None
+        sizes = (vocabulary_size(source, inputs) for source in both)
+        smallest = min((size for size in sizes if size is not None), default=inf)
+        last = last if isinstance(last, int) and 0 <= last < smallest else None
         limits = [longest_text(source, inputs) for source in both]
         limits += [SentenceEncoder.imitated(source).length for source in both]
         longest = min((limit for limit in limits if limit is not None), default=None)

@@ -89,6 +89,16 @@ class KeyMap:
         """Give the other runtime names of the same parameter."""
         return tuple(name for name in self._ties.get(param_name, ()) if name != param_name)
 
+    def stored_again(self) -> list[tuple[str, ...]]:
+        """List the keys of tied parameters that are stored more than once, the model's first."""
+        found = []
+        for group in dict.fromkeys(self._ties.values()):
+            stored = (self._sources[name] for name in group if name in self._sources)
+            keys = dict.fromkeys(item.keys[0] for item in stored if item.converter is None)
+            if len(keys) > 1:
+                found.append(tuple(keys))
+        return found
+
     def checkpoint_prefix(self, module_name: str) -> str:
         """Translate a runtime module name into its stored name; for experts the prefix of all.
 
@@ -249,7 +259,7 @@ def read_finite(
     if not all(bound.isfinite() for bound in bounds):
         key = keymap.sources(param_name).keys[0]
         text = f"tensor `{store.name_inside(key)}` of the source holds NaN or infinity"
-        raise FitError(text, "repair the checkpoint, or leave the layer out with `--keep`")
+        raise FitError(text, "repair the checkpoint first")  # what is kept is written too
     return value.to(device)
 
 

@@ -36,9 +36,14 @@ class Copy:
         """Copy what belongs to a model beside its config, and link to its weights."""
         card = [Path(CARD)] if (folder / CARD).is_file() else []
         carry_files(folder, (*auxiliary_files(folder, with_code=True), *card), self.folder)
-        for path in folder.iterdir() if weights else ():
-            if path.name.startswith(("model", "pytorch_model")) and path.suffix in _HELD:
-                (self.folder / path.name).symlink_to(path.resolve())
+        if not weights:
+            return
+        names = {path.name for path in folder.iterdir() if path.suffix in _HELD}
+        names = {name for name in names if name.startswith(("model", "pytorch_model"))}
+        for name in names | WeightStore.files_in(folder):  # shards may have any name
+            if (folder / name).is_file():
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.folder / name).symlink_to((folder / name).resolve())
 
     def configure(self, settings: Mapping[str, Any]) -> None:
         write_text(self.folder / "config.json", json.dumps(settings, indent=2) + "\n")

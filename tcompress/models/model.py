@@ -211,7 +211,16 @@ class SourceModel:
                 )
                 notes = (text, *notes)
             object.__setattr__(source, "notes", notes)
+            source = source._without_copies()
         return source
+
+    def _without_copies(self) -> SourceModel:
+        """Leave out what is stored again of tied parameters: a `.bin` file has every name."""
+        store = self.store
+        groups = self.keymap.stored_again()
+        copies = {k for first, *keys in groups for k in keys if store.are_same(first, k)}
+        left = {key: key for key in store.keys() if key not in copies}  # noqa: SIM118
+        return replace(self, store=store.renamed(left)) if copies else self
 
     @classmethod
     def described(

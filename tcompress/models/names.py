@@ -504,10 +504,9 @@ def _module_folders(folder: Path) -> list[str]:
 
 def shorten_texts(folder: Path, longest: int) -> None:
     """Lower the length at which tokenizers cut texts, where theirs is larger."""
-    files = {"tokenizer_config": "model_max_length", "sentence_bert_config": "max_seq_length"}
+    files = {"tokenizer_config": "model_max_length", "sentence_*_config": "max_seq_length"}
     for name, key in files.items():
-        path = folder / f"{name}.json"
-        if path.is_file():
+        for path in folder.glob(f"{name}.json"):
             settings = json.loads(path.read_text(encoding="utf-8"))
             before = settings.get(key)
             if before is None or before > longest:

@@ -80,6 +80,10 @@ class Shard(Protocol):
 
     def digest(self) -> bytes: ...  # identifies the values by header and samples of the data
 
+    def are_one(self, first: str, second: str) -> bool:
+        """Tell without reading whether two names of one shape are known to be one tensor."""
+        return False
+
     def close(self) -> None:
         return  # gives back what is held for further reads, if anything is
 
@@ -142,6 +146,10 @@ class TorchShard(Shard):
             some = ", ".join(others[:5])
             raise SourceError(f"`{path.name}` holds more than a flat dictionary of tensors: {some}")
         self.infos = {key: TensorInfo.of(value) for key, value in tensors.items()}
+        self._places = {  # names of tied tensors have one storage
+            key: (value.untyped_storage()._cdata, value.storage_offset(), value.stride())
+            for key, value in tensors.items()
+        }
         self._open: dict[str, Tensor] | None = None
         self._bytes_read = 0
 
@@ -155,6 +163,9 @@ class TorchShard(Shard):
         if self._bytes_read >= REOPEN_AFTER_BYTES:
             self.close()
         return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def are_one(self, first: str, second: str) -> bool:
+        return self._places[first] == self._places[second]
 
     def digest(self) -> bytes:
         infos = sorted(self.infos.items())
@@ -237,6 +248,13 @@ class WeightStore:
     @staticmethod
     def are_in(folder: Path) -> bool:
         return any((folder / name).is_file() for name in _LAYOUTS) or any(folder.glob("*-of-*"))
+
+    @staticmethod
+    def files_in(folder: Path) -> set[str]:
+        """Names of the index files in a folder, and of all files that they name."""
+        indices = {name for name in _LAYOUTS if name.endswith(".index.json")}
+        indices = {name for name in indices if (folder / name).is_file()}
+        return indices.union(*(_read_index(folder / name, []).values() for name in indices))
 
     @classmethod
     def open(cls, folder: Path | str) -> WeightStore:
@@ -330,6 +348,17 @@ class WeightStore:
         self._last = shard
         with timed(READING):
             return shard.read(name)
+
+    def are_same(self, first: str, second: str) -> bool:
+        """Tell whether two tensors hold the same numbers; one with two names is not read."""
+        import torch
+
+        (file, name), (other_file, other_name) = self._where[first], self._where[second]
+        if (self.shape(first), self.dtype(first)) != (self.shape(second), self.dtype(second)):
+            return False
+        if file == other_file and self._shards[file].are_one(name, other_name):
+            return True
+        return torch.equal(self.tensor(first), self.tensor(second))
 
     def times(self) -> list[tuple[str, int]]:
         return [(name, (self.folder / name).stat().st_mtime_ns) for name in self.files]

@@ -474,6 +474,8 @@ class Convert(Section):
                 f"`calibration` is {listed(self.calibration.source)}, but with `init: random` "
                 "nothing is fitted: leave it out"
             )
+        if self.adapter is not None:
+            yield "`adapter` is merged into trained weights: with `init: random` leave it out"
         if isinstance(self.method, AutoSpec):
             yield "`auto` compares losses of trained weights: with `init: random` name a method"
         for name in DEPTH:
@@ -492,6 +494,9 @@ class Convert(Section):
         given = [name for name in DEPTH if getattr(self, name) is not None]
         if len(given) > 1:
             yield f"`{given[0]}` and `{given[1]}` are both given; allowed is one"
+        for name in ("attention_layers", "keep_layers", "drop_layers"):
+            if getattr(self, name) in ((), {}):
+                yield f"`{name}` is empty; allowed is to name blocks, or to leave it out"
         if self.attention_layers is not None and self.attention is None:
             yield "`attention_layers` needs `attention`, since it is about replacements"
         if self.method is None:
@@ -528,6 +533,11 @@ class Convert(Section):
             yield "`at` and `threads` say at which pass time counts: give `speedup` or `latency`"
         if self.max_loss is not None and self.calibration.is_none:
             yield "`max_loss` is measured on data: choose a calibration source"
+        if self.max_loss is not None and self.rounds:
+            yield (
+                "`max_loss` is measured before weights are rounded to `bits` or `embedding_bits`, "
+                "which loses more: leave one of them out, or give a target and heal"
+            )
         if self.max_loss is not None and getattr(self.method, "shares_factors", False):
             yield "`max_loss` sizes layers one by one, but factors are shared: give a target"
         if given and fixed:
@@ -536,6 +546,8 @@ class Convert(Section):
             value = getattr(self, name)
             if value is not None and parse(value) < 1:
                 yield f"`{name}` is `{value}`, allowed is 1 or more"
+        if self.latency is not None and milliseconds_of(self.latency) <= 0:
+            yield f"`latency` is `{self.latency}`, allowed is more than `0ms`"
         if any(tol_of(rule.method) is not None for rule in self.layers):
             yield "`tol` is for all layers; rules in `layers` take a `rank` or `target`"
         if fixed and any(rule.target and rule.method is None for rule in self.layers):

@@ -32,8 +32,9 @@ def recipe_text(name: str) -> str:
     raise RecipeError(text, hint)
 
 
-def find_recipe(name_or_path: str) -> tuple[str, str]:
+def find_recipe(name_or_path: str | Path) -> tuple[str, str]:
     """Find a recipe's text and where it is from; a file wins over a recipe that ships."""
+    name_or_path = str(name_or_path)
     name = name_or_path.removesuffix(_SUFFIX)
     path = Path(name_or_path).expanduser()
     if not path.is_file() and name in _shipped():

@@ -204,15 +204,18 @@ def _entry(place: Any, name: str, key: str, by: str) -> Any:
 def repetitions(recipe: Recipe, count: int) -> list[tuple[int, Recipe]]:
     """Make a recipe, and the number that names it, for each of so many seeds from its own on.
 
-    First weights, calibration data and training have seeds. Measurements keep theirs, so that
-    all are of the same examples. What is written is named after the seed: `output` and `name` are
-    made longer. A `RecipeError` says that nothing in it depends on a seed.
+    First weights, random transforms and features, calibration data and training have seeds.
+    Measurements keep theirs, so that all are of the same examples. What is written is named after
+    the seed: `output` and `name` are made longer. A `RecipeError` says that nothing in it depends
+    on a seed, or that the count is none.
     """
+    if count < 1:
+        raise RecipeError(f"`seeds` is {count}, allowed is 1 or more")
     seeds = _seeds_of(recipe)
     if not seeds:
         raise RecipeError(
             f"`--seeds {count}` repeats what depends on chance, and nothing of this does: no first "
-            "weights at random, no calibration data, no training",
+            "weights or transforms at random, no calibration data, no training",
             "leave `--seeds` out",
         )
     repeated = []
@@ -238,6 +241,12 @@ def _seeds_of(recipe: Recipe) -> dict[str, int]:
             seeds[f"{name}.seed"] = training.seed
     if not convert.calibration.is_none:
         seeds["convert.calibration.seed"] = convert.calibration.seed
+    method: Any = convert.method
+    attention: Any = convert.attention
+    if getattr(method, "transform", None) == "random":
+        seeds["convert.method.seed"] = method.seed
+    if getattr(attention, "kernel", "softmax") != "softmax":
+        seeds["convert.attention.seed"] = attention.seed
     return seeds
 
 

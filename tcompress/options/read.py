@@ -56,6 +56,8 @@ def as_plain(value: Any, *, named: bool = True) -> Any:
     """Writes a value as a recipe would; `named`: a bare `method: svd` is one without options."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", by_alias=True)
+    if callable(getattr(value, "tolist", None)):
+        value = value.tolist()  # of NumPy: a number, or several
     if isinstance(value, Mapping):
         found = {}
         for key, item in value.items():
@@ -68,8 +70,6 @@ def as_plain(value: Any, *, named: bool = True) -> Any:
         return [as_plain(item, named=named) for item in value]
     if value is None or isinstance(value, str | bool):
         return value
-    if not isinstance(value, int | float) and callable(getattr(value, "item", None)):
-        value = value.item()  # a number of NumPy
     if isinstance(value, int) and abs(value) < 10**DIGITS:
         return value
     return value if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import copysign, fsum, inf
+from math import ceil, copysign, fsum, inf
 from typing import NamedTuple
 
 from tcompress.errors import PlanError
@@ -131,7 +131,20 @@ class BudgetProblem:
 
     def least(self, unit: str) -> int:
         """Return what the candidates take that take least of a resource."""
-        return _least(self.sites(may_stay=True), unit)
+        sites = self.sites(may_stay=True)
+        if not self.alike:
+            return _least(sites, unit)
+        shares = (
+            min(item.costs[unit] for item in site.every) / site.dense[unit]
+            for site in sites
+            if site.dense[unit]
+        )
+        return ceil(max(shares, default=0.0) * sum(site.dense[unit] for site in sites))
+
+    def dense(self) -> Plan:
+        """Return the plan that leaves all layers as they are that have candidates."""
+        forms: dict[str, LayerForm | None] = {site.key: None for site in self.predictions.layers}
+        return _with_facts(self, Answer(resized(self.plan, forms, self.source), 0.0, 0.0), {})
 
     def solve(self) -> Answer:
         """Spend the budget on candidates of these methods."""
@@ -215,22 +228,30 @@ class BudgetProblem:
         return sites if self.table is None else [*sites, self.table]
 
     def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:
-        resource = self.resource
+        resource, budget, limit = self.resource, self.budget, self.recipe.resource_budget
         if self.alike:
-            return knapsack.uniform(
-                sites, room / sum(site.dense[resource] for site in sites), resource
-            )
-        budget, limit = self.budget, self.recipe.resource_budget
+            fraction = room / sum(site.dense[resource] for site in sites)
+            if limit is not None and not budget.is_resource:
+                share = self.room / sum(site.dense[limit.unit] for site in sites)
+                sites = knapsack.within_share(sites, share, limit.unit)
+            return knapsack.uniform(sites, fraction, resource)
         try:
             if limit is not None and not budget.is_resource:
                 return knapsack.allocate_within(sites, {resource: room, limit.unit: self.room})
             return knapsack.allocate(sites, room, resource)
         except PlanError as error:
-            if budget.is_fraction or budget.is_resource:
+            if budget.is_resource:
                 raise
             smallest, (most, spent) = _least(sites, resource), self.limits()
             if smallest <= spent:  # what is out of reach is the other budget
                 raise
+            if budget.is_fraction:
+                share = smallest / sum(site.dense[resource] for site in sites)
+                share = ceil(1e4 * share) / 1e4
+                raise PlanError(
+                    f"`{budget}` is out of reach: the smallest possible is {share:g}",
+                    "allow more, or offer other methods",
+                ) from error
             size = most - spent + smallest
             raise out_of_reach(budget, self.source, self.recipe, self.plan, size) from error
 

@@ -45,6 +45,11 @@ class SearchInputs:
     progress: Progress
     several: bool = False  # whether each method that takes all layers may be an answer by itself
 
+    @property
+    def whole(self) -> SourceModel:
+        """The dense model with all its blocks and tokens, which a speed is relative to."""
+        return self.source.whole or self.source
+
 
 @dataclass(frozen=True)
 class Candidate:

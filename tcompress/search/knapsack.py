@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import fsum
 from operator import le
@@ -115,6 +115,17 @@ def uniform(sites: Sequence[Site], fraction: float, resource: str) -> Allocation
             )
         choices.append(ladder.candidates[rung])
     return Allocation.of(choices, resource)
+
+
+def within_share(sites: Sequence[Site], fraction: float, resource: str) -> list[Site]:
+    """Leave out what takes more of a resource than the same fraction of the dense cost."""
+    cheap: list[Site] = []
+    for site in sites:
+        most = fraction * site.dense[resource] * (1 + ROUNDING)
+        candidates = tuple(item for item in site.candidates if item.costs[resource] <= most)
+        may_stay = site.may_stay and site.dense[resource] <= most
+        cheap.append(replace(site, candidates=candidates, may_stay=may_stay))
+    return cheap
 
 
 def uniform_for_loss(sites: Sequence[Site], most: float, resource: str) -> Allocation:

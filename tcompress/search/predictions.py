@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
+from math import ceil, log
 from typing import Any
 
 import torch
@@ -286,7 +287,8 @@ class Predictor:
         left_out = sum(constant for _, (_, constant) in splits) * rows
         site = Site((entry.key,), entry.role, dense, (), left_out, unit)
         sharing = next(len(group) for group in block.groups if layer in group)
-        fractions = fine_fractions(entry) if budget and budget.limits_each else FRACTIONS
+        of_each = budget is not None and budget.limits_each
+        fractions = fine_fractions(entry) if of_each else fractions_for(self.fraction)
         readers = sharing * len(layer.parts)
         offered = partial(layer_candidates, inputs, site, splits, fractions, rows, readers)
         dropped = {name for name, role in self.fits.dropped if role == entry.role}
@@ -351,7 +353,7 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
 # Candidates of one layer, and what they are predicted to lose.
 
 
-FRACTIONS = tuple(0.01 * 1.06**n for n in range(78))  # kept ones on offer, up to nine tenths
+_LOWEST, _STEP, _STEPS = 0.01, 1.06, 78  # kept fractions on offer, up to nine tenths
 
 FitTarget = tuple[Target, float]
 """What the fit of one output split of a layer aims at, and what it costs to leave it out."""
@@ -404,6 +406,12 @@ def layer_candidates(
                 candidates.append(Candidate(method, forms, loss, costs))
             return tuple(candidates)
     return ()
+
+
+def fractions_for(budget: float) -> tuple[float, ...]:
+    """List kept fractions on offer, down to a quarter of a budget that is a small fraction."""
+    lower = max(0, ceil(log(4 * _LOWEST / max(budget, 1e-6)) / log(_STEP)))
+    return tuple(_LOWEST * _STEP**n for n in range(-lower, _STEPS))
 
 
 def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:

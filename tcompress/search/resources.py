@@ -48,15 +48,33 @@ FAR = 0.1  # of the ratio asked for, below it: perhaps it cannot be reached
 RESOURCES: dict[str, type[Resource]] = {}  # by the unit that they are counted in
 
 
+@dataclass(frozen=True, kw_only=True)
 class Resource(ABC):
-    """Something that a model takes, and its candidates, in whole numbers of a unit."""
+    """Something that a model takes, and its candidates, in whole numbers of a unit.
+
+    Of models that have lost blocks or tokens, or have other attentions or word embeddings, before
+    any layer changes, the dense one is what a budget is relative to (`whole`).
+    """
 
     unit: ClassVar[str]  # its name among costs, and in the limit of its option
     stage: ClassVar[str] = "measuring layers"
     """What is done while candidates are priced, for people."""
 
+    whole: Resource | None = None  # of the dense model as it was, where that is another one
+    fewer: float = 1.0  # how many times less than that the dense model here takes
+
     def __init_subclass__(cls) -> None:
         RESOURCES[cls.unit] = cls
+
+    @classmethod
+    def measured(cls, inputs: SearchInputs) -> Resource:
+        """Measure the model whose layers change, and the dense one where that is another."""
+        source, recipe = inputs.source, inputs.recipe
+        resource = cls.of(source, recipe, inputs.plan, inputs.device)
+        if source is inputs.whole and not (recipe.attention or recipe.embeddings):
+            return resource
+        whole = cls.of(inputs.whole, recipe, Plan(layers=()), inputs.device)
+        return replace(resource, whole=whole, fewer=whole.over(resource))
 
     @classmethod
     @abstractmethod
@@ -67,6 +85,10 @@ class Resource(ABC):
     @abstractmethod
     def dense(self) -> float:
         """What the dense model takes."""
+
+    def over(self, other: Resource) -> float:
+        """Measure how many times less than this dense model another one takes."""
+        return self.dense / other.dense
 
     @property
     def where(self) -> str:
@@ -97,6 +119,32 @@ class Resource(ABC):
             "allow more, offer `--method width` or `auto`, or drop blocks too",
         )
 
+    def asked(self, budget: Budget) -> float:
+        """Return how many times less than the dense model here a model is to take."""
+        return (self.whole or self).reduction(budget) / self.fewer
+
+    def is_met(self, budget: Budget) -> bool:
+        """Tell if no layer has to change, since the dense model here takes no more than allowed.
+
+        Raises:
+            PlanError: So does the dense model as it was.
+        """
+        reduction = (self.whole or self).reduction(budget)
+        if reduction <= 1:
+            takes = replace(budget, limit=budget.limit * reduction)
+            raise PlanError(
+                f"`{budget}` asks for nothing: the dense model takes no more than `{takes}`",
+                "allow less than that",
+            )
+        return self.asked(budget) <= 1
+
+    def facts_of(self, ratio: float) -> dict[str, Any]:
+        """Name what was measured of a model, for the budget of a plan.
+
+        It takes so many times less than the dense model here.
+        """
+        return (self.whole or self).facts(self.fewer * ratio)
+
     def rest(self, layers: Iterable[Site]) -> int:
         """Count what the dense model takes beside these layers."""
         # A machine that slowed down after the model was timed would tell less than nothing.
@@ -112,7 +160,7 @@ class Resource(ABC):
         """
         budget, tried = problem.recipe.resource_budget, list[tuple[Plan, float]]()
         assert budget is not None
-        reduction, least = self.reduction(budget), problem.least(self.unit)
+        reduction, least = self.asked(budget), problem.least(self.unit)
 
         def placed(room: float) -> float:
             over = max((ratio / reduction - 1 for _, ratio in tried), default=0.0)
@@ -132,9 +180,10 @@ class Resource(ABC):
                 break
         fine = [item for item in tried if item[1] >= reduction * (1 - CLOSE)]
         if not fine:
-            raise self.out_of_reach(budget, *max(tried, key=lambda item: item[1]))
+            plan, ratio = max(tried, key=lambda item: item[1])
+            raise (self.whole or self).out_of_reach(budget, plan, self.fewer * ratio)
         plan, ratio = min(fine, key=lambda item: (item[1] < reduction, item[1]))
-        return plan.with_facts(self.facts(ratio))
+        return plan.with_facts(self.facts_of(ratio))
 
 
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
@@ -156,8 +205,12 @@ class Time(Resource):
     def of(cls, source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Time:
         entries = {entry.key: entry for entry in plan.layers if entry.kind != "experts"}
         work, dtype = Workload.read(recipe.at), getattr(torch, recipe.dtype or "float32")
+        # Those that a budget of bytes chooses are no part of all models.
+        tables = plan.embeddings if recipe.embeddings else ()
+        fixed = Plan(layers=(), attention=plan.attention, embeddings=tables)
         with threads(recipe.threads):
-            clock = ModelClock(source, work, device, dtype, named=recipe.at is not None)
+            named = recipe.at is not None
+            clock = ModelClock(source, work, device, dtype, named=named, fixed=fixed)
         return cls(clock, entries, recipe.threads)
 
     @cached_property
@@ -168,6 +221,11 @@ class Time(Resource):
     @property
     def dense(self) -> float:
         return _NANO * self.clock.seconds
+
+    def over(self, other: Resource) -> float:
+        assert isinstance(other, Time)
+        with threads(self.threads):
+            return self.clock.speedup_of(other.clock)
 
     @property
     def where(self) -> str:
@@ -285,8 +343,12 @@ def plan_in_time(inputs: SearchInputs) -> Plan:
     source, recipe, plan = inputs.source, inputs.recipe, inputs.plan
     budget, widths = recipe.time_budget, possible_widths(source)
     assert budget is not None
-    time = Time.of(source, recipe, plan, inputs.device)
-    speedup = time.reduction(budget)
+    time = Time.measured(inputs)
+    speedup = time.asked(budget)
+    if recipe.budget == budget and time.is_met(budget):
+        facts = {**time.facts_of(1.0), "chosen": "uniform", "fraction": 1.0}
+        dense = make_plan(recipe.without_method, source, plan.method)
+        return dense.model_copy(update={"budget": plan.budget}).with_facts(facts)
 
     def timed(width: int) -> tuple[Plan, float]:
         narrow = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
@@ -297,10 +359,10 @@ def plan_in_time(inputs: SearchInputs) -> Plan:
     if speed < speedup:
         raise PlanError(
             f"`{budget}` is out of reach of a plain model at {time.where}: with "
-            f"{widths[0]} neurons {speed:.3g} x was reached",
+            f"{widths[0]} neurons {time.fewer * speed:.3g} x was reached",
             "allow more time, drop blocks too, or leave `--plain` out",
         )
-    facts = {**time.facts(speed), "chosen": "uniform", "fraction": chosen.kept}
+    facts = {**time.facts_of(speed), "chosen": "uniform", "fraction": chosen.kept}
     return chosen.model_copy(update={"budget": plan.budget}).with_facts(facts)
 
 

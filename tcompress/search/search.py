@@ -50,7 +50,7 @@ class Measurements:
         if unit not in self.resources:
             kind, inputs = RESOURCES[unit], self.inputs
             inputs.progress.stage(kind.stage, 1, "")
-            resource = kind.of(inputs.source, inputs.recipe, inputs.plan, inputs.device)
+            resource = kind.measured(inputs)
             self.resources[unit] = resource, resource.priced(self.predictions)
             inputs.progress.advance(1, resource.where)
         return self.resources[unit]
@@ -89,7 +89,8 @@ class Statistics:
             return answers(inputs)
         recipe = inputs.recipe.model_copy(update=dict.fromkeys(TIMES, None))
         data = inputs.data and inputs.data.fingerprint
-        facts = (inputs.source.store.fingerprint(), data, len(inputs.plan.layers))
+        depth = inputs.plan.depth and inputs.plan.depth.model_dump_json()
+        facts = (inputs.source.store.fingerprint(), data, len(inputs.plan.layers), depth)
         key = " ".join([*map(str, facts), recipe.model_dump_json()])
         moments = self.folder / str([*self._measured, key].index(key))
         if moments.is_dir():  # without data there are none
@@ -131,7 +132,9 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         resource, predictions = measured.priced(limit.unit if limit else Time.unit)
     problem = BudgetProblem(recipe, inputs.source, plan, predictions, [*predictions.offers])
     if limit is not None and resource is not None:
-        allowed = resource.dense / resource.reduction(limit)
+        if recipe.budget == limit and resource.is_met(limit):
+            return {label: problem.dense().with_facts(resource.facts_of(1.0))}
+        allowed = resource.dense / resource.asked(limit)
         room = round(allowed - resource.rest(predictions.layers))
         problem = _worth_trying(replace(problem, room=room), resource.unit)
     if inputs.data is not None:
@@ -220,7 +223,7 @@ def within_error(inputs: SearchInputs, measured: Measurements, error: float) -> 
     if Time.unit not in measured.resources:
         return plan
     time, _ = measured.resources[Time.unit]
-    return plan.with_facts(time.facts(time.ratio(plan)))
+    return plan.with_facts(time.facts_of(time.ratio(plan)))
 
 
 def _in_question(plan: Plan, first: Plan) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from statistics import median
@@ -23,7 +24,7 @@ from torch import nn
 from tcompress import processes
 from tcompress.artifact.disk_cache import fingerprint
 from tcompress.errors import InputError, first_line
-from tcompress.hf.build import install_layers
+from tcompress.hf.build import install_attention, install_layers
 from tcompress.latency.generation import Generation
 from tcompress.latency.passes import Pass, forward_pass, spread, turns, waiting
 from tcompress.latency.sizes import RandomInputs, sequence_length
@@ -73,7 +74,11 @@ class Workload:
 
 @dataclass
 class ModelClock:
-    """Clock of a dense model, and of models of the same shape whose layers have other forms."""
+    """Clock of a dense model, and of models of the same shape whose layers have other forms.
+
+    Dense are its layers: attentions and word embeddings may have other forms (`fixed`) from the
+    start, and then they are part of all that is timed.
+    """
 
     source: SourceModel
     work: Workload
@@ -81,22 +86,27 @@ class ModelClock:
     dtype: torch.dtype = torch.float32
     named: bool = True
     """True where a user named the pass; if not, texts are as long as the model allows."""
+    fixed: Plan = field(default_factory=lambda: Plan(layers=()))
+    """Attentions and word embeddings that all models have, whatever becomes of their layers."""
 
     def __post_init__(self) -> None:
         self._weights = RandomWeights(self.device, self.dtype)
-        self._dense = self._weights.model(self.source, self.source.config)
+        self._dense = self._start()
         self._wait = waiting(self.device)
         random_inputs = RandomInputs.of(self.source, self.source)
         self._kinds = random_inputs.inputs
         self.work = self._fitting(random_inputs)
         size = self.work.batch, self.work.length
-        self._inputs = random_inputs.batch(*size, 0, self.device, self.dtype)
         self.rows = self.work.batch
         """Rows that a layer reads in a pass."""
-        if not self.work.decodes:
-            self.rows *= sequence_length(self.source, self._dense, self._inputs)
+        with self._running():
+            self._inputs = random_inputs.batch(*size, 0, self.device, self.dtype)
+            if not self.work.decodes:
+                self.rows *= sequence_length(self.source, self._dense, self._inputs)
         config = self.source.config.to_json_string(use_diff=False)
-        model = (self.source.model_class.__name__, config)
+        model = (self.source.model_class.__name__, config, *_names_of(self.fixed))
+        self.key = fingerprint(*model)
+        """Names what the dense model takes its time for."""
         self._cache = TimingCache.of(self.device, *model, str(self.work), self.dtype)
         if _DENSE not in self._cache.values:
             self._cache.values[_DENSE] = processes.first(lambda: self._median(self._dense))
@@ -132,6 +142,14 @@ class ModelClock:
         self._cache.keep()
         return [self._cache.values[key] for key in keys]
 
+    def speedup_of(self, other: ModelClock) -> float:
+        """Speed of another dense model over that of this one; both are timed in turn."""
+        if other.key not in self._cache.values:
+            [speed] = processes.first(lambda: self._ratios([other._pass(other._dense)]))
+            self._cache.values[other.key] = speed
+            self._cache.keep()
+        return self._cache.values[other.key]
+
     def layer_times(self, width: int) -> LayerTimes:
         """Make times of layers, which count in units of a layer of this width beside the model."""
         measured = self._cache.values
@@ -156,32 +174,49 @@ class ModelClock:
                     break
         return [*map(median, ratios)]
 
+    def _start(self) -> nn.Module:
+        model, fixed = self._weights.model(self.source, self.source.config), self.fixed
+        name, device = self.source.keymap.runtime_name, self.device
+        install_attention(model, fixed.attention, name, dtype=self.dtype, device=device)
+        install_layers(model, fixed.embeddings, name, dtype=self.dtype, device=device)
+        if fixed.attention or fixed.embeddings:
+            self._weights.fill(model)
+        return model
+
     def _small(self, plan: Plan) -> nn.Module:
         if plan.plain is not None:
             return self._weights.model(self.source, with_keys(self.source, plan.plain).config)
         shared = {id(item): item for item in self._dense.parameters()}  # what is not replaced
         small, name = copy.deepcopy(self._dense, shared), self.source.keymap.runtime_name
-        layers = install_layers(small, plan.layers, name, dtype=self.dtype, device=self.device)
+        tables = [entry for entry in plan.embeddings if entry not in self.fixed.embeddings]
+        entries = (*tables, *plan.layers)
+        layers = install_layers(small, entries, name, dtype=self.dtype, device=self.device)
         for layer in layers.values():
             self._weights.fill(layer)
         return small
 
     def _median(self, model: nn.Module) -> float:
         with torch.inference_mode():
-            try:
+            with self._running():
                 run = self._pass(model)
                 run()
                 run()
-            except Exception as error:
-                raise InputError(
-                    f"the model cannot run at {self.work} ({first_line(error)})",
-                    "give another `--at`",
-                ) from error
             timed = turns([run], wait=self._wait)
             start, times = time.perf_counter(), list[float]()
             while not (len(times) >= REPEATS or _late(start, len(times))):
                 times += next(timed)
             return median(times)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Turn whatever drawing inputs or a model raises into an `InputError`."""
+        try:
+            yield
+        except Exception as error:
+            raise InputError(
+                f"the model cannot run at {self.work} ({first_line(error)})",
+                "give another `--at`",
+            ) from error
 
     def _pass(self, model: nn.Module) -> Pass:
         if self.work.decodes:
@@ -191,8 +226,14 @@ class ModelClock:
 
 def _key_of(plan: Plan) -> str:
     """Name what a model of a plan's forms takes its time for."""
-    layers = [(e.key, [(p.terms, p.channels) for p in e.parts], e.reads) for e in plan.layers]
+    layers = [(e.key, [(p.terms, p.channels) for p in e.parts], e.reads) for e in plan.entries]
     return fingerprint(layers, plan.plain)
+
+
+def _names_of(fixed: Plan) -> tuple[str, ...]:
+    """Name forms that models have from the start; dense ones need no name."""
+    attention = [entry.model_dump_json() for entry in fixed.attention]
+    return (*attention, _key_of(fixed)) if attention or fixed.embeddings else ()
 
 
 def _late(start: float, repeats: int) -> bool:

@@ -1,22 +1,32 @@
 """One command from a dense model to a folder that ships."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from transformers import AutoModel
 
-from tcompress.artifact.manifest import read_manifest
+from tcompress.artifact.manifest import Speed, manifest_of_dense, read_manifest, write_manifest
+from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import partial_folder
-from tcompress.compression import cutting, stages
+from tcompress.compression import baselines, cutting, stages, working
+from tcompress.compression.table import Row
+from tcompress.compression.working import DENSE, Work
 from tcompress.errors import InputError
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
+from tcompress.progress import Silent
 from tests.support.cli import completed, run
+from tests.support.converted import converted
 from tests.support.evaluation import encoder, pairs_file
 from tests.support.model_folders import sentences, text_file
+from tests.support.sentence_folders import base, in_old_layout
+from tests.support.tiny import build
 
 
 @pytest.fixture
@@ -111,3 +121,105 @@ def test_paths_are_looked_at_first(place: Path) -> None:
     assert done.code == 2
     assert "nowhere" in done.err
     assert "absent.txt" in done.err
+
+
+@pytest.mark.parametrize("more", [(), ("--force",), ("--force", "--dry-run")])
+def test_the_model_itself_is_never_replaced(more: tuple[str, ...], place: Path) -> None:
+    done = run("compress", "bert", "-o", "bert", "--runtime", "torch", *more)
+    assert done.code == 2
+    assert "is the model's own folder, or contains it" in done.err
+    in_old_layout(base(place / "old"))
+    for model, output in (("bert", "bert"), ("old", "old/0_Transformer")):
+        with pytest.raises(InputError, match="the model's own folder"):
+            stages.compress(model, output, read(Compress, {"runtime": "torch"}), force=True)
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_what_is_converted_is_refused_at_once(more: tuple[str, ...], place: Path) -> None:
+    converted("vit", place)
+    done = run("compress", "vit-small", "--runtime", "torch", "-o", "small", *more)
+    assert done.code == 2
+    assert "`vit-small` is already converted by tcompress" in done.err
+    assert not partial_folder(place / "small").exists()
+
+
+def test_work_on_other_data_is_not_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_effort", Mock(side_effect=KeyboardInterrupt))
+    identities = []
+    for count in (60, 60, 61):
+        text_file(place / "texts.txt", sentences(count))
+        assert run(*TYPED, "--runtime", "torch").code == 130
+        identities.append((partial_folder(place / "small") / "identity").read_text())
+    assert identities[0] == identities[1] != identities[2]
+
+
+def test_an_encoder_in_the_old_layout_stays_one(place: Path) -> None:
+    in_old_layout(base(place / "old"))
+    options = {"runtime": "torch", "size": 10**7, "minutes": 0.1, "smoke": True}
+    done = stages.compress("old", "small", read(Compress, options))
+    assert (done.file, done.healed) == ("model.safetensors", "not needed")
+    assert (place / "small" / "1_Pooling" / "config.json").is_file()
+    assert json.loads((place / "small" / "modules.json").read_text())[0]["path"] == ""
+
+
+def _work(model: Path, **options: Any) -> Work:
+    place: Any = SimpleNamespace(folder=model.parent / "place", note=Mock())
+    crew: Any = None
+    settings = read(Compress, options)
+    return Work(open_checked(str(model)), settings, place, Silent(), lambda text: None, crew)
+
+
+def test_files_that_are_read_count_and_no_others(place: Path) -> None:
+    weights = (place / "bert" / "model.safetensors").read_bytes()
+    (place / "bert" / "consolidated.safetensors").write_bytes(weights)
+    bert = _work(place / "bert")
+    model = build("bert")
+    model.config.save_pretrained(place / "older")
+    path = place / "older" / "pytorch_model.bin"
+    torch.save(model.state_dict(), path)
+    older = _work(place / "older")
+    for work, size in ((bert, len(weights)), (older, path.stat().st_size)):
+        measured = work.measured(work.dense)
+        assert (measured.bytes, measured.speedup) == (size, 1.0)
+
+
+def test_times_that_came_with_the_model_are_not_taken(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = _work(place / "bert", runtime="onnx-int8")
+    numbers = dict.fromkeys(("milliseconds", "baseline_milliseconds", "tokens_per_second"), 1.0)
+    where = {"batch": 1, "length": 8, "mode": "onnx-int8", "baseline": "other", "protocol": {}}
+    speed = Speed(ratio=90.0, **where, **numbers)
+    timed = manifest_of_dense(work.source).model_copy(update={"speed": [speed]})
+
+    def export(_: Path, folder: Path, *__: Any, **___: Any) -> None:
+        folder.mkdir(parents=True)
+        write_manifest(folder, timed)
+
+    monkeypatch.setattr(working, "export_onnx", export)
+    monkeypatch.setattr(working, "file_of", Mock())
+    folder = replace(work, runtime="onnx-int8").exported(work.original, DENSE, DENSE)
+    assert read_manifest(folder).speed == []
+
+
+def test_layers_of_two_bytes_a_number_count_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach = Mock(return_value=0)
+    monkeypatch.setattr(baselines, "layers_that_reach", reach)
+    build("bert").to(torch.bfloat16).save_pretrained(place / "half")
+    for model in ("bert", "half"):
+        baselines._fewer_layers(_work(place / model), Row(DENSE, "torch", 1, 1.0))
+    (*_, whole), (*_, half) = (call.args for call in reach.call_args_list)
+    assert whole == 2 * half
+
+
+def test_stages_of_a_run_that_was_stopped_are_not_blamed() -> None:
+    notes = [{"stage": stage, "seconds": 60.0 * n, "began": n} for n, stage in enumerate("AB", 1)]
+    place = SimpleNamespace(notes=lambda kind: notes)
+    settings = SimpleNamespace(most_minutes=1.0)
+    facts = {"settings": settings, "minutes_left": -1.0, "place": place}
+    for began, words in ((1, "; a took"), (2, "; b took"), (3, "in place of 1 minute")):
+        work: Any = SimpleNamespace(**facts, began=began)
+        (text,) = stages._overrun(work)
+        assert words in text

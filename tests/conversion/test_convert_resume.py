@@ -295,6 +295,7 @@ LAYER = "bert.encoder.layer.0.output.dense"
         ("bert.embeddings.position_embeddings.weight", INFINITY, False, "float16", BAD),
         ("bert.embeddings.LayerNorm.weight", 1e5, False, "float16", NO_FIT),
         (f"{LAYER}.bias", -1e5, False, "float16", NO_FIT),
+        ("bert.embeddings.LayerNorm.bias", -1e5, False, "float16", NO_FIT),
         (f"{LAYER}.weight", 3e38, False, "float16", NO_FIT),
     ],
 )

@@ -70,6 +70,18 @@ def test_agreement_of_answers_is_the_share_of_equal_tokens() -> None:
     assert compared.agreement == {"a": pytest.approx(3 / 4)}
 
 
+@pytest.mark.parametrize("measures", [True, False])
+def test_agreement_of_single_scores_ranks_them(measures: bool) -> None:
+    """Whatever their signs, and a constant has none."""
+    one = torch.tensor([[3.0], [1.0], [2.0], [-5.0]])
+    for two, wanted in ((one + 100, 1), (100 - one, -1), (torch.ones(4, 1), None)):
+        compared = OutputComparison(OutputSampler(None, measures=measures))
+        for half in (slice(0, 2), slice(2, 4)):  # of one source
+            outputs = (SimpleNamespace(logits=scores[half]) for scores in (one, two))
+            compared.add("a", *outputs, {"input_ids": torch.ones(2, 1)})
+        assert compared.agreement == ({} if wanted is None else {"a": pytest.approx(wanted)})
+
+
 def test_agreement_of_embeddings_ranks_similarities() -> None:
     generator = torch.Generator().manual_seed(0)
     one = torch.randn(6, 3, 8, generator=generator)

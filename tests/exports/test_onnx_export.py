@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,17 +14,19 @@ import transformers
 from torch.nn.functional import normalize
 
 from tcompress.artifact.manifest import read_manifest
-from tcompress.artifact.reader import check_files, is_converted, verify_files
+from tcompress.artifact.reader import check_files, is_converted, open_checked, verify_files
 from tcompress.conversion.converter import convert
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import InputError, WriteError
-from tcompress.exports.onnx_folder import ExportedOnnx, export_onnx
+from tcompress.exports.onnx_folder import ExportedOnnx, RuntimeFiles, export_onnx, proofs_of
+from tcompress.exports.onnx_parts import Size
 from tcompress.models import SourceModel
 from tcompress.options.commands import OnnxFiles
 from tcompress.runtimes.sessions import OnnxModel
 from tests.support.cli import completed, run
 from tests.support.converted import recipe
-from tests.support.sentence_folders import MEAN, base, with_dense
+from tests.support.sentence_folders import MEAN, base, in_old_layout, with_dense
+from tests.support.tiny import build
 
 onnx = pytest.importorskip("onnx")
 
@@ -232,3 +235,40 @@ def test_files_without_weights_are_not_read_back(exported: ExportedOnnx, tmp_pat
     (alone / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"(?s)holds no weights.*hint: .*is not read back"):
         export_onnx(alone, tmp_path / "out")
+
+
+def test_an_encoder_in_the_old_layout_is_not_replaced(tmp_path: Path) -> None:
+    folder = in_old_layout(base(tmp_path / "old"))
+    with pytest.raises(InputError, match="is the model itself, or contains it"):
+        export_onnx(folder, folder)
+
+
+def test_models_of_one_fingerprint_have_files_of_their_own(folder: Path, tmp_path: Path) -> None:
+    """It is made of samples of the weights."""
+    source = open_checked(str(folder))
+    others = [replace(source, settings={}), replace(source, folder=tmp_path)]
+    sources = [source, source, *others, replace(source, id="code", trust_remote_code=True)]
+    with (
+        RuntimeFiles.opened() as files,
+        patch("tcompress.exports.onnx_folder.export_onnx") as export,
+    ):
+        for item in sources:
+            with pytest.raises(InputError, match="several files"):
+                files._new(item, "onnx")
+    outputs = [call.args[1] for call in export.call_args_list]
+    assert outputs[0] == outputs[1] == outputs[4]
+    assert len(set(outputs)) == 3
+    assert [call.kwargs["trust_remote_code"] for call in export.call_args_list][-2:] == [
+        False,
+        True,
+    ]
+
+
+def test_there_may_be_more_pictures_than_texts(tmp_path: Path) -> None:
+    build("clip").save_pretrained(tmp_path / "clip")
+    (proof,) = proofs_of(open_checked(str(tmp_path / "clip")))
+    names = [proof.part.axes(name)[0] for name in ("input_ids", "pixel_values")]
+    assert names == ["batch_size", "image_batch_size"]
+    shapes = [answer["logits_per_image"].shape for _, answer in proof.shapes]
+    assert shapes == [(1, 1), (4, 3), (2, 2)]
+    assert len(proof.part.sample(Size(3, 5))["pixel_values"]) == 3

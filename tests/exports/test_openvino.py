@@ -75,6 +75,11 @@ def test_a_card_has_a_table_for_each_runtime() -> None:
     alone = with_files(alone, [file("onnx/model.onnx")], "onnx")
     assert alone.startswith("## ONNX files\n")
     assert (alone.count("## ONNX files"), alone.count("old.onnx")) == (1, 0)
+    others = "## ONNX files\n\nMade by hand.\n"  # a heading of the user's, and text after our table
+    card = with_files(others, [file("onnx/old.onnx")]) + " By Ann.\n\n# Citation\n\n| a |\n"
+    card = with_files(card, [file("onnx/model.onnx")])
+    assert "old.onnx" not in card
+    assert card.startswith(f"{others}\n By Ann.\n\n# Citation\n\n| a |\n\n## ONNX files\n\n| file")
 
 
 @pytest.mark.doors

@@ -237,7 +237,7 @@ def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
     with pytest.raises(FitError) as error:
         _fit(_plan([FITTED]), weight)
     assert error.value.message == "the weight of layer `b.q` holds NaN or infinity"
-    assert error.value.hint == "repair the checkpoint, or leave the layer out with `--keep`"
+    assert error.value.hint == "repair the checkpoint first"
 
 
 def test_moments_that_are_not_finite_name_the_layers() -> None:

@@ -121,6 +121,9 @@ layers: [{match: q, method: {name: svd, rank: 3}, target: 0.5}]
 layers: [{match: q, method: {name: svd, tol: 0.1}}]
 embeddings: {method: {name: tt, rank: 3}, target: 0.5}
 attention_layers: [1]
+attention_layers: []
+drop_layers: {}
+latency: 0ms
 positions: linear
 norm: tensor
 """

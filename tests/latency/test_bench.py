@@ -1,7 +1,9 @@
 """Timing: its grid, its order, its records. How fast anything is does not matter here."""
 
+import copy
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,14 @@ def test_other_inputs(
         assert {name: tuple(tensor.shape) for name, tensor in made.items()} == shapes
         assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
         assert inputs.words() == words
+
+
+def test_a_token_that_a_model_does_not_know_ends_no_text(sources: Sources) -> None:
+    known = sources("gpt2")
+    config = copy.deepcopy(known.config)
+    for last, expected in ((99, 99), (100, None), (50256, None)):
+        config.eos_token_id = last
+        assert RandomInputs.of(replace(known, config=config), known).last == expected
 
 
 def test_models_with_other_inputs_cannot_be_compared(sources: Sources) -> None:

@@ -18,6 +18,7 @@ from tcompress.models import SourceModel
 from tcompress.models.adapters import base_of
 from tcompress.models.keymap import plain_names
 from tcompress.models.store import plain_types
+from tcompress.pipeline import dense_folder
 from tcompress.training.teacher import find_teacher
 from tests.support.cli import run
 from tests.support.model_folders import edited, save_tokenizer
@@ -120,6 +121,17 @@ def test_words_for_dtypes_are_read(key: str, word: str, wanted: str | None, fold
     assert load_model(source).dtype == wanted_type
 
 
+def test_a_mended_folder_keeps_odd_shards_and_tells_of_links(folder: Path, tmp_path: Path) -> None:
+    shard = (folder / "model.safetensors").rename(folder / "weights-1.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(shard), shard.name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "terms").write_text("free")
+    (folder / "LICENSE").symlink_to(tmp_path / "terms")
+    _says(folder, dtype="torch.float32")
+    done = convert(folder, output=tmp_path / "small", **DATA_FREE)
+    assert any("`LICENSE`" in warning for warning in done.manifest.plan.warnings)
+
+
 @pytest.mark.parametrize("word", ["nonsense", "nn", 16, {"": "bfloat16"}])
 def test_other_words_for_dtypes_are_named(word: Any, folder: Path) -> None:
     _says(folder, torch_dtype=word)
@@ -206,6 +218,7 @@ def test_an_adapter_is_merged(where: str, folder: Path, tmp_path: Path) -> None:
     added = _adapt(place, str(folder) if where == "alone" else "elsewhere")
     save_tokenizer(place)
     source = SourceModel.open(str(place), adapter="merge")
+    assert dense_folder(source) == source.folder != place
     assert source.store.keys() == sorted(before)
     for key, old in before.items():
         wanted = old + added if key == weight else old

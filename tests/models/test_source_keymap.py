@@ -1,5 +1,6 @@
 """Names in checkpoints and in models, and parameters read through them."""
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -190,6 +191,25 @@ def test_a_tie_is_followed_in_both_directions(saved: Saved, tmp_path: Path) -> N
     assert keys.missing == ()
     embeddings = read_parameter(store, keys, "model.embed_tokens.weight")
     assert torch.equal(embeddings, model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_tied_tensor_that_is_stored_again_is_left_out(
+    file: str, differs: bool, saved: Saved, tmp_path: Path
+) -> None:
+    folder, model = saved("llama_tied")
+    shutil.copy(folder / "config.json", tmp_path)
+    state = model.state_dict()
+    if differs:
+        state["lm_head.weight"] = state["lm_head.weight"] + 1
+    if file.endswith(".bin"):
+        torch.save(state, tmp_path / file)
+    else:
+        save_file({key: tensor.clone() for key, tensor in state.items()}, tmp_path / file)
+    store = SourceModel.open(str(tmp_path)).store
+    assert {*state} - {*store.keys()} == (set() if differs else {"lm_head.weight"})
+    assert store.total_bytes == sum(state[key].nbytes for key in store.keys())  # noqa: SIM118
 
 
 def test_old_names_and_harmless_leftovers_are_known(saved: Saved) -> None:

@@ -1,5 +1,6 @@
 """Names of models: folders, aliases, hub ids, and what is said when there is none."""
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from huggingface_hub import constants, errors
 from tcompress.data.tables import opened
 from tcompress.errors import DataError, SourceError
 from tcompress.models import ALIASES, SourceModel, default_output_name, resolve
-from tcompress.models.names import cached_where_unreachable
+from tcompress.models.names import cached_where_unreachable, shorten_texts
 from tests.support.checkpoints import save
 
 
@@ -175,6 +176,14 @@ def test_names_of_outputs(
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     assert default_output_name(name, "lprod-p4") == expected
+
+
+def test_texts_are_shortened_whatever_the_settings_are_called(tmp_path: Path) -> None:
+    files = [tmp_path / f"sentence_{name}_config.json" for name in ("bert", "xlm-roberta")]
+    for file in files:
+        file.write_text('{"max_seq_length": 60}')
+    shorten_texts(tmp_path, 12)
+    assert [json.loads(file.read_text()) for file in files] == 2 * [{"max_seq_length": 12}]
 
 
 def test_the_package_exports_what_it_says() -> None:

@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
 
+import tcompress
 from tcompress.cli.bench import bench
 from tcompress.cli.flags import help_of, offers
-from tcompress.errors import RecipeError
+from tcompress.errors import InputError, RecipeError
 from tcompress.fields import Typed, members, option, typed_fields
 from tcompress.options import Bench, Convert, Evaluate, Finetune, Recipe, json_schema, parse_recipe
 from tcompress.options import read as reading
@@ -18,6 +21,7 @@ from tcompress.options.document import read_document
 from tcompress.options.read import Given, read
 from tcompress.reporting.reference import reference_markdown
 from tests.support.cli import run
+from tests.support.tiny import build
 from tests.support.typed import bound
 
 TEXTS = (
@@ -200,13 +204,39 @@ def test_the_method_that_nobody_named(said: dict[str, Any], method: str | None) 
 
 
 def test_values_of_python_are_plain_data() -> None:
-    from pathlib import Path
-
     import numpy as np
 
     said = {"task": "sts", "data": Path("a") / "b.csv", "limit": np.int64(5)}
     assert read(Evaluate, said) == Evaluate(task="sts", data="a/b.csv", limit=5)
+    assert read(Convert, {"method": None, "keep_layers": np.array([0, 2])}).keep_layers == (0, 2)
     with pytest.raises(RecipeError, match="`limit` is `1e"):
         read(Evaluate, {"task": "sts", "data": "x", "limit": 1e30})
     with pytest.raises(RecipeError, match=r"`limt`: unknown option; .*did you mean `limit`"):
         read(Evaluate, {"task": "sts", "data": "x", "limt": 3})
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"init": "random", "adapter": "merge"}, "merged into trained weights"),
+        ({"method": "svd", "max_loss": 0.01, "bits": 8}, "before weights are rounded"),
+        ({"method": "svd", "max_loss": 0.01, "embedding_bits": 3}, "before weights are rounded"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        read(Convert, said)
+
+
+def test_one_name_is_a_list_of_one_and_a_recipe_may_be_a_path(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path)
+    recipe = tmp_path / "r.yaml"
+    convert = "{method: svd, target: 0.5, keep: [down], calibration: {source: none}}"
+    recipe.write_text(f"recipe_version: 1\nconvert: {convert}\n")
+    said: dict[str, Any] = {"method": "svd", "target": 0.5, "calibration": "none"}
+    assert tcompress.plan(tmp_path, keep="down", **said) == tcompress.plan(tmp_path, recipe=recipe)
+    assert len(tcompress.plan(tmp_path, only="down", embeddings="svd", **said).embeddings) == 1
+    asks: list[Any] = [tcompress.bench, partial(tcompress.evaluate, task="sts", data=recipe)]
+    for ask in asks:
+        with pytest.raises(InputError, match=r"there is no folder .*nowhere"):
+            ask("./nowhere")

@@ -30,7 +30,8 @@ from tcompress.training.schedule import SCRATCH_RATE, TASK_RATE, highest_rate
 from tests.support.cli import completed, run
 from tests.support.evaluation import labelled_file
 from tests.support.model_folders import model_folder, save_tokenizer, text_file
-from tests.support.scratch import LPROD, architecture, scratch
+from tests.support.scratch import LPROD, architecture, config_folder, scratch
+from tests.support.tiny import build
 from tests.support.typed import conversion
 
 
@@ -296,6 +297,24 @@ def test_the_command_says_what_comes_next(tmp_path: Path) -> None:
     assert "bert · dense · weights at random, seed 3 · no teacher" in done.out
     planned = completed("convert", path, "--init", "random", "--method", "lprod", "--dry-run")
     assert "Weights will be drawn at random, with seed 0; none are read." in planned.lines
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_model_that_is_named_is_that_of_all_variants() -> None:
+    text = """
+        recipe_version: 1
+        architecture: {model_type: bert, hidden_size: 16, vocab_size: 50}
+        convert: {init: random}
+        variants: {a: {convert.seed: 1}, wide: {architecture.hidden_size: 24}}
+        sweep: {variants: [a, wide]}
+        """
+    Path("r.yaml").write_text(text)
+    named = ("--dry-run", "--json", "--model", config_folder("bert", Path("bare")) / "config.json")
+    (cell,) = completed("run", "r.yaml", *named, "--set=sweep.variants=[a]").document["cells"]
+    assert cell["parameters"] == build("bert").num_parameters()
+    done = run("run", "r.yaml", *named)
+    assert done.code == 2
+    assert "variants change it: `wide`" in done.err
 
 
 @pytest.mark.parametrize(

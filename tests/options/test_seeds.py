@@ -35,6 +35,11 @@ def test_everything_but_measurements_has_another_seed() -> None:
     assert last.evaluate == said.evaluate
     assert last.convert.seed == said.convert.seed  # no weights are drawn
     assert made[0][1].convert == said.convert
+    lprod = {"method": {"name": "lprod", "p": 2, "transform": "random", "seed": 3}}
+    drawn = said.model_copy(update={"convert": recipe(convert=lprod).convert, "finetune": None})
+    assert [(seed, made.convert.method.seed) for seed, made in repetitions(drawn, 2)] == [
+        (3, 3), (4, 4),
+    ]  # fmt: skip
 
 
 def _scratch(**changes: Any) -> None:

@@ -18,6 +18,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.search import knapsack
 from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import Allocation
+from tcompress.search.predictions import fractions_for
 from tests.support.converted import LPROD, converted, recipe
 from tests.support.numerics import quick
 
@@ -228,6 +229,13 @@ def test_uniform_takes_the_largest_within_the_fraction() -> None:
     assert uniform([_site("a", (29, 1.0))], 0.29).cost == 29  # 0.29 * 100 < 29 in binary
     with pytest.raises(PlanError, match=r"smallest option of `a` costs 10, more than 0.05 of its"):
         uniform(sites, 0.05)
+
+
+def test_a_small_budget_is_offered_smaller_sizes() -> None:
+    usual, small = fractions_for(0.04), fractions_for(0.006)
+    assert usual[0] == 0.01
+    assert small[0] <= 0.0015
+    assert small[-len(usual) :] == usual == fractions_for(0.9)
 
 
 def test_a_budget_too_small_names_the_smallest() -> None:

@@ -81,6 +81,7 @@ def test_a_plan_takes_no_more_than_is_allowed(sources: Any, name: str, tmp_path:
 @FIRST
 @ROW
 def test_out_of_reach_says_how_far_it_is(name: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="out of reach"):
-        make("bert", tmp_path, aware=True, **WIDTH, **{name: ROWS[name][1]})
+    for changes in (WIDTH, {"method": {"name": "svd"}, "allocation": "uniform"}):
+        with pytest.raises(PlanError, match="out of reach"):
+            make("bert", tmp_path, aware=True, **changes, **{name: ROWS[name][1]})
     assert not (tmp_path / "small").exists()

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
 
+from tcompress.attention.module import ReplacementModule
 from tcompress.errors import InputError, PlanError
 from tcompress.latency.passes import Pass
+from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
@@ -26,18 +28,20 @@ from tcompress.search import predictions
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import allocate_within
 from tcompress.search.resources import Time
+from tcompress.structures.modules.embedding import StructuredEmbedding, TiedTable
 from tcompress.timing_model import clocks
 from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.timing_model.random_weights import RandomWeights
 from tcompress.timing_model.timing_cache import TimingCache
 from tests.support.cli import completed, run
 from tests.support.conversions import make
-from tests.support.counted_clock import counted_clock
+from tests.support.counted_clock import counted_clock, dense_seconds
 from tests.support.depth import deep
 from tests.support.evaluation import headed
 from tests.support.tiny import build
 
 CPU = torch.device("cpu")
+SVD: dict[str, Any] = {"method": {"name": "svd"}}
 
 
 @pytest.fixture
@@ -111,6 +115,22 @@ def test_times_last_for_a_day(kept: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert TimingCache.of(CPU, "a model").values == {}
 
 
+@pytest.mark.parametrize(("speedup", "changes"), [(1.2, False), (1.5, True)])
+def test_a_speed_is_that_over_the_model_with_all_blocks(
+    speedup: float, changes: bool, counted: None, tmp_path: Path
+) -> None:
+    """One block of two is 1.29 times as fast by itself."""
+    plan = _made(tmp_path, speedup=speedup, keep_layers=[1]).plan
+    assert plan.budget.seconds == dense_seconds(SourceModel.open(str(tmp_path / "dense")))
+    assert plan.budget.speedup == pytest.approx(1.5 if changes else 1.29, rel=0.02)
+    assert bool(plan.layers) == changes
+
+
+def test_a_time_that_the_dense_model_keeps_asks_for_nothing(counted: None, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"asks for nothing: .* no more than `--latency 36.384ms`"):
+        _made(tmp_path, latency="37ms")
+
+
 @pytest.mark.slow
 def test_milliseconds_are_another_way_to_say_it(counted: None, tmp_path: Path) -> None:
     made = _made(tmp_path / "one", speedup=1.25)
@@ -168,8 +188,35 @@ def test_a_tight_budget_takes_whole_halves(counted: None, tmp_path: Path) -> Non
 def test_both_budgets_hold(counted: None, tmp_path: Path) -> None:
     plan = _made(tmp_path, speedup=1.1, target=0.6).plan
     assert plan.structured_rewritten <= 0.6 * plan.dense_rewritten
-    tighter = _made(tmp_path / "tighter", speedup=1.6, target=0.9).plan
-    assert tighter.budget.speedup >= 1.6 * 0.98
+    for allocation in ("loss", "uniform"):
+        changes = {"speedup": 1.6, "target": 0.9, "allocation": allocation}
+        tighter = make("bert", tmp_path / allocation, aware=True, **SVD, **changes).plan
+        assert tighter.budget is not None
+        assert (tighter.budget.speedup or 0) >= 1.6 * 0.98
+
+
+def test_attentions_and_tables_of_other_forms_are_timed_as_such(
+    counted: None, sources: Callable[[str], SourceModel]
+) -> None:
+    other = {"attention": {"name": "additive"}, "embeddings": {**SVD, "target": 0.25}}
+    source = sources("bert")
+    plan = make_plan(Convert.model_validate({**SVD, "target": 0.5, **other}), source)
+    clock = ModelClock(source, Workload.read("2x8"), CPU, fixed=plan)
+    for model in (clock._dense, clock._small(plan)):
+        kinds = [type(module) for module in model.modules()]
+        assert kinds.count(ReplacementModule) == len(plan.attention) > 0
+        assert kinds.count(StructuredEmbedding) == len(plan.embeddings) == 1
+        assert kinds.count(TiedTable) == 1
+        clock._pass(model)()
+    assert clock.key != ModelClock(source, Workload.read("2x8"), CPU).key
+
+
+def test_inputs_that_cannot_be_drawn_are_an_error_of_the_pass(
+    sources: Callable[[str], SourceModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RandomInputs, "batch", Mock(side_effect=RuntimeError("no memory")))
+    with pytest.raises(InputError, match=r"cannot run at 9x8 \(no memory\)"):
+        ModelClock(sources("bert"), Workload.read("9x8"), CPU)
 
 
 def test_an_encoder_does_not_decode(tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ def counted_clock() -> Iterator[None]:
         ]
         return [whole / (whole - 1.2 * fewer) for fewer in saved]
 
+    def speedup_of(clock: ModelClock, other: ModelClock) -> float:
+        return clock.seconds / other.seconds
+
     def ratios(_: ModelClock, others: Sequence[Any]) -> list[float]:  # of units, that none reads
         return [1.0 for _ in others]
 
@@ -47,6 +50,7 @@ def counted_clock() -> Iterator[None]:
         stack.enter_context(patch.object(LayerTimes, "_measure", of_layer))
         stack.enter_context(patch.object(ModelClock, "_median", of_model))
         stack.enter_context(patch.object(ModelClock, "speedups", speedups))
+        stack.enter_context(patch.object(ModelClock, "speedup_of", speedup_of))
         stack.enter_context(patch.object(ModelClock, "_ratios", ratios))
         stack.enter_context(patch("tcompress.conversion.converter.bench", lambda *_, **__: None))
         yield

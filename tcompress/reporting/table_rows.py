@@ -374,13 +374,12 @@ def _by_recipe(row: PaperRow, reports: Sequence[ModelReport]) -> list[tuple[str,
 def _ours(row: PaperRow, report: ModelReport) -> tuple[float, str] | None:
     """Our number in the units of a published one and, where several sets have it, which it is of.
 
-    It is of the set that was measured first, as the recipe of a model does.
+    It is of the set that was measured last: recipes measure on what they trained on before.
     """
-    measured = [metric for metric in numbers_of([report])[0] if metric.name == row.metric]
-    single = [metric for metric in measured if not isinstance(metric, Mean)]
-    if not single:
+    measured = [metric for metric in report.metrics if metric.name == row.metric]
+    if not measured:
         return None
-    own, sets = single[0], {str(metric.protocol.get("data")) for metric in single}
+    own, sets = measured[-1], {str(metric.protocol.get("data")) for metric in measured}
     where = f" on {own.protocol.get('data')}" if len(sets) > 1 else ""
     # Papers that count in percent get ours in percent; errors are no shares of anything.
     percent = own.higher_is_better and row.value > 1 and 0 <= own.value <= 1

@@ -216,8 +216,8 @@ def test_several_models_of_a_row_are_named_or_averaged(bare: ModelReport) -> Non
         assert found.ours == ours
 
 
-def test_of_several_sets_the_first_is_named(bare: ModelReport) -> None:
-    (row,) = published([cites(bare, SLICED, metrics=(on("paper"), on("mine", 0.1)))])
+def test_of_several_sets_the_last_is_named(bare: ModelReport) -> None:
+    (row,) = published([cites(bare, SLICED, metrics=(on("training", 0.9), on("paper")))])
     assert row.ours == "85.00 on paper.csv:text,label"
 
 

@@ -31,7 +31,9 @@ def stamp_of(name: str) -> Any:
         return digest_of(path)
     if not name or not path.is_dir():
         return None
-    files = sorted(item for item in path.rglob("*") if item.is_file())
+    # Hidden files are no data: a run that is unfinished may keep its own there.
+    named = (item for item in path.rglob("*") if "/." not in f"/{item.relative_to(path)}")
+    files = sorted(item for item in named if item.is_file())
     return [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 

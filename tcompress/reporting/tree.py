@@ -19,7 +19,7 @@ from tcompress.artifact.manifest import (
     Speed,
     TrainingFacts,
 )
-from tcompress.models.names import ALIASES
+from tcompress.models.names import ALIASES, sentence_root
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import (
@@ -172,8 +172,17 @@ def other_baseline(report: ModelReport, metric: Metric) -> str | None:
     # A conversion's own name is that of its weights in PyTorch, which a file is compared with.
     own = [report.source, *([] if report.is_smaller else [report.name])]
     # Models by their last folder: names differ by where one stands, or by the owner.
-    name, *dense = (Path(ALIASES.get(name, name)).name for name in (against, *own))
-    return None if name in dense else Path(against).name
+    name, *dense = map(_last_folder, (against, *own))
+    return None if name in dense else name
+
+
+def _last_folder(name: str) -> str:
+    """Name a model by its folder: that of its repository in the hub's cache, or around modules."""
+    path = Path(ALIASES.get(name, name))
+    path = sentence_root(path) or path
+    if path.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
+        return path.parent.parent.name.rpartition("--")[2]
+    return path.name or path.resolve().name
 
 
 def beside_dense(report: ModelReport, metric: Metric) -> Metric:

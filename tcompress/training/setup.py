@@ -122,7 +122,8 @@ def set_up(
         source, options.data, task, options.seed, *how, variants=teaching.kind == "vectors"
     )
     for teacher in teaching.beside:
-        parts = (data.train, data.validation, *data.held.values())
+        compares = teaching.kind != "states" or teacher.model_class is source.model_class
+        parts = (data.train, data.validation, *(data.held.values() if compares else ()))
         check_length(teacher, max(length for part in parts for length in part.lengths))
     set_seed(options.seed)
     data, head = with_head(task, data, source, first if "logits" in names else None)

@@ -114,9 +114,9 @@ def arranged(
 
 def _imitates(options: Finetune) -> bool:
     """True if an objective, or a stage, compares with a teacher."""
-    weights = options.objectives
-    needing = (weight and OBJECTIVES[name].needs_teacher for name, weight in weights.items())
-    return not weights or blocks_first(options) or any(needing)
+    names = options.objectives
+    needing = (OBJECTIVES[name].needs_teacher for name in names)
+    return not names or blocks_first(options) or any(needing)
 
 
 def differences(student: SourceModel, teacher: SourceModel) -> list[str]:

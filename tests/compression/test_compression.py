@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from tcompress.artifact.checksums import stamp_of
 from tcompress.artifact.manifest import Speed, manifest_of_dense, read_manifest, write_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import partial_folder
@@ -151,6 +152,9 @@ def test_work_on_other_data_is_not_used(place: Path, monkeypatch: pytest.MonkeyP
         assert run(*TYPED, "--runtime", "torch").code == 130
         identities.append((partial_folder(place / "small") / "identity").read_text())
     assert identities[0] == identities[1] != identities[2]
+    before = stamp_of(str(place))
+    (partial_folder(place / "small") / "more").write_text("of this run, no data")
+    assert stamp_of(str(place)) == before
 
 
 def test_an_encoder_in_the_old_layout_stays_one(place: Path) -> None:

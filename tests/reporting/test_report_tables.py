@@ -23,7 +23,7 @@ from tcompress.reporting.table_files import (
     write_figures,
 )
 from tcompress.reporting.table_rows import Cell, rows_of
-from tcompress.reporting.tree import ModelReport
+from tcompress.reporting.tree import ModelReport, other_baseline
 from tests.support.cli import run, worked
 from tests.support.converted import converted
 from tests.support.records import metric, onnx_file, record, speed, training
@@ -52,6 +52,13 @@ def test_the_dense_model_gets_no_number_of_another_baseline(report: ModelReport)
     told = [(row["dense"], row["ratio"]) for row in rows if row["quantity"] == "accuracy"]
     assert told == [("", "")] * 2
     assert not any("rival" in item.svg for item in all_pictures(shown_models([shown])))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "a/gpt2", "c/models--ai--gpt2/snapshots/0f3e", "b/rival"])
+def test_the_dense_model_is_known_by_any_of_its_names(name: str, report: ModelReport) -> None:
+    beside = metric().difference.model_copy(update={"baseline": name})
+    other = other_baseline(report, metric(difference=beside))
+    assert other == ("rival" if "rival" in name else None)
 
 
 def test_csv_has_every_number(report: ModelReport) -> None:

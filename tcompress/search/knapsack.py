@@ -118,10 +118,15 @@ def uniform(sites: Sequence[Site], fraction: float, resource: str) -> Allocation
 
 
 def within_share(sites: Sequence[Site], fraction: float, resource: str) -> list[Site]:
-    """Leave out what takes more of a resource than the same fraction of the dense cost."""
+    """Leave out what takes more of a resource than the same fraction of the dense cost.
+
+    Where nothing takes as little, what takes least stays: the whole model, which is measured,
+    decides.
+    """
     cheap: list[Site] = []
     for site in sites:
-        most = fraction * site.dense[resource] * (1 + ROUNDING)
+        least = min((item.costs[resource] for item in site.every), default=0)
+        most = max(fraction * site.dense[resource], least) * (1 + ROUNDING)
         candidates = tuple(item for item in site.candidates if item.costs[resource] <= most)
         may_stay = site.may_stay and site.dense[resource] <= most
         cheap.append(replace(site, candidates=candidates, may_stay=may_stay))

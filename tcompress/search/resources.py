@@ -210,7 +210,9 @@ class Time(Resource):
         fixed = Plan(layers=(), attention=plan.attention, embeddings=tables)
         with threads(recipe.threads):
             named = recipe.at is not None
-            clock = ModelClock(source, work, device, dtype, named=named, fixed=fixed)
+            longest = getattr(recipe.attention, "length", None)  # of the dense model's pass too
+            limits: dict[str, Any] = {"named": named, "fixed": fixed, "longest": longest}
+            clock = ModelClock(source, work, device, dtype, **limits)
         return cls(clock, entries, recipe.threads)
 
     @cached_property

@@ -88,6 +88,8 @@ class ModelClock:
     """True where a user named the pass; if not, texts are as long as the model allows."""
     fixed: Plan = field(default_factory=lambda: Plan(layers=()))
     """Attentions and word embeddings that all models have, whatever becomes of their layers."""
+    longest: int | None = None
+    """Most tokens of a pass that nobody named, where attentions are of one length."""
 
     def __post_init__(self) -> None:
         self._weights = RandomWeights(self.device, self.dtype)
@@ -124,8 +126,10 @@ class ModelClock:
             )
         if self.named and random_inputs.has_length and not work.decodes:
             random_inputs.check([work.length])
-        new_tokens = STEPS if work.decodes else 0
-        return replace(work, length=random_inputs.fitting([work.length], new_tokens)[0])
+        length, new_tokens = work.length, STEPS if work.decodes else 0
+        if not self.named and self.longest is not None:
+            length = min(length, self.longest)
+        return replace(work, length=random_inputs.fitting([length], new_tokens)[0])
 
     def speedups(self, *plans: Plan) -> list[float]:
         """Speed of models of these forms over that of the dense one; all are timed in turn."""

@@ -44,6 +44,13 @@ def _site(name: str, *options: tuple[int, float], dense: int = 100, stay: bool =
     return Site((name,), "", {PARAMETERS: dense}, tuple(candidates), may_stay=stay)
 
 
+def test_where_nothing_is_within_a_share_the_cheapest_stays() -> None:
+    site = _site("a", (60, 1.0), (80, 0.5), stay=False)
+    for share, costs in ((0.5, [60]), (0.7, [60]), (0.9, [60, 80])):
+        (cheap,) = knapsack.within_share([site], share, PARAMETERS)
+        assert sorted(item.costs[PARAMETERS] for item in cheap.candidates) == costs
+
+
 def _chosen(found: Allocation) -> list[int | str]:
     """Places of the candidates that were chosen."""
     return [int(choice.method) if choice.method else DENSE for choice in found.choices]

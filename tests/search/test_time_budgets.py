@@ -209,6 +209,7 @@ def test_attentions_and_tables_of_other_forms_are_timed_as_such(
         assert kinds.count(TiedTable) == 1
         clock._pass(model)()
     assert clock.key != ModelClock(source, Workload.read("2x8"), CPU).key
+    assert ModelClock(source, Workload.read(None), CPU, named=False, longest=8).work.length == 8
 
 
 def test_inputs_that_cannot_be_drawn_are_an_error_of_the_pass(

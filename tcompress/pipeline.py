@@ -167,8 +167,8 @@ def dense_folder(source: SourceModel) -> Path:
 
     That is the one that was given; what an adapter was merged into is in its copy alone.
     """
-    given = source.origin or source.folder
-    return source.folder if adapter_files(given) else given
+    folder = source.origin or source.folder
+    return source.folder if adapter_files(folder) else folder
 
 
 def missed(item: Evaluate, metrics: Sequence[Metric]) -> str | None:

@@ -37,7 +37,7 @@ from tcompress.compression.table import Compressed, Row, usage_of, write_records
 from tcompress.compression.working import DENSE, Job, Say, Work, file_of, perform
 from tcompress.data.inputs import inputs_of
 from tcompress.data.tables import check_data
-from tcompress.errors import InputError, Problems
+from tcompress.errors import InputError, Problems, counted
 from tcompress.evaluation.measuring import check_measurement
 from tcompress.fields import RuntimeName
 from tcompress.hf.opening import multiplies_bfloat16
@@ -193,8 +193,8 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
     steps = sum(run.steps for run in runs)
     work.learn_agreement(_agreements(manifest))
     if all(run.keeps_start for run in runs):
-        return folder, f"no ({steps:,} steps tried, none better)"
-    return folder, f"{steps:,} steps"
+        return folder, f"no ({counted(steps, 'step')} tried, none better)"
+    return folder, counted(steps, "step")
 
 
 def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compressed:

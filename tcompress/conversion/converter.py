@@ -279,10 +279,10 @@ def _no_agreement(conversion: Conversion) -> PlanError:
         counts[data.origins.get(index, data.name)] += samples_in(data.batches[index])
     if max(counts.values()) < FEWEST:
         hint = f"use more calibration data, or {hint}"
-        found = f"no source has {FEWEST} samples that are held out"
+        reason = f"no source has {FEWEST} samples that are held out"
     else:
-        found = "what the models put out is the same for all samples held out"
-    return PlanError(f"`max_loss` cannot be measured: {found}", hint)
+        reason = "what the models put out is the same for all samples held out"
+    return PlanError(f"`max_loss` cannot be measured: {reason}", hint)
 
 
 def _distance(conversion: Conversion, name: str, tried: DepthPlan | Plan) -> Distance:

@@ -250,9 +250,9 @@ def _check_baseline(measured: Sequence[Baseline], sets: Mapping[str, Examples]) 
         sets_of = counted(len(measured), "set")
         text = f"the baseline was measured on {sets_of}, these are {len(sets)}"
         raise InputError(text, "measure it on the same data")
-    for known, (data, examples) in zip(measured, sets.items(), strict=True):
-        if known.fingerprint not in (None, examples.fingerprint):
-            text = f"the baseline `{known.name}` was measured on other examples than `{data}` has"
+    for numbers, (data, examples) in zip(measured, sets.items(), strict=True):
+        if numbers.fingerprint not in (None, examples.fingerprint):
+            text = f"the baseline `{numbers.name}` was measured on other examples than `{data}` has"
             hint = "measure it on the same data, with the same split, columns, limit and seed"
             raise InputError(text, hint)
 

@@ -91,13 +91,13 @@ class KeyMap:
 
     def stored_again(self) -> list[tuple[str, ...]]:
         """List the keys of tied parameters that are stored more than once, the model's first."""
-        found = []
+        groups_of_keys = []
         for group in dict.fromkeys(self._ties.values()):
             stored = (self._sources[name] for name in group if name in self._sources)
             keys = dict.fromkeys(item.keys[0] for item in stored if item.converter is None)
             if len(keys) > 1:
-                found.append(tuple(keys))
-        return found
+                groups_of_keys.append(tuple(keys))
+        return groups_of_keys
 
     def checkpoint_prefix(self, module_name: str) -> str:
         """Translate a runtime module name into its stored name; for experts the prefix of all.

@@ -219,8 +219,8 @@ class SourceModel:
         store = self.store
         groups = self.keymap.stored_again()
         copies = {k for first, *keys in groups for k in keys if store.are_same(first, k)}
-        left = {key: key for key in store.keys() if key not in copies}  # noqa: SIM118
-        return replace(self, store=store.renamed(left)) if copies else self
+        keys_once = {key: key for key in store.keys() if key not in copies}  # noqa: SIM118
+        return replace(self, store=store.renamed(keys_once)) if copies else self
 
     @classmethod
     def described(

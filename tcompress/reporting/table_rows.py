@@ -91,8 +91,8 @@ def rows_of(report: ModelReport, others: Sequence[ModelReport] = ()) -> list[Row
 
 def _new_tokens(speed: Speed) -> str:
     """Tokens that were made after a prompt, such as ` + 32`; nothing where none were."""
-    made = speed.protocol.get("new_tokens")
-    return f" + {made}" if made else ""
+    count = speed.protocol.get("new_tokens")
+    return f" + {count}" if count else ""
 
 
 def form_rows(item: ModelReport | Plan, others: Sequence[ModelReport] = ()) -> list[Row]:
@@ -247,11 +247,11 @@ def _file_rows(
 
     Each says of which number it is: models side by side share lines of one label.
     """
-    known = [(item, own) for item in shown if (own := file_metric(item, metric)) is not None]
-    if not known:
+    of_files = [(item, value) for item in shown if (value := file_metric(item, metric)) is not None]
+    if not of_files:
         return []
     number = file_metric(report, metric)
-    name = against(f"{label} of int8 file", *(known[0] if number is None else (report, number)))
+    name = against(f"{label} of int8 file", *(of_files[0] if number is None else (report, number)))
     rows = [_number(f"  {name}", number)]
     if number is not None and (ends := number.interval) is not None:
         rows.append(Row(f"  {ends.level:.0%} interval of {name}", fmt.interval_text(ends)))

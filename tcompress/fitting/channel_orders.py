@@ -245,7 +245,7 @@ def _whole(coupling: Coupling, statistics: BlockStatistics, damping: float) -> C
     reader = statistics[coupling.reader]
     weight = reader.weight.double()
     gram, curvature = _metrics(reader, damping)
-    constant = float(curved_constant(weight, gram, curvature))
+    constant = float(curved_constant(weight, weight @ gram, curvature))
     target = safe_cholesky(curvature).mT @ weight @ gram
     if coupling.kind == "neurons":
         ordered = order_neurons(gram, target, constant)

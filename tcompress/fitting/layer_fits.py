@@ -154,9 +154,9 @@ class _Split:
     @cached_property
     def scale(self) -> float:
         """E||W x||^2, never zero."""
-        weight = self.weight
-        product = weight if self.moments is None else weight @ self.moments.dense
-        return max(float(product.mul(weight).sum()), torch.finfo(torch.float64).tiny)
+        weight, moments = self.weight, self.moments
+        norm = float(weight.mul(weight).sum()) if moments is None else moments.norm(weight)
+        return max(norm, torch.finfo(torch.float64).tiny)
 
     @cached_property
     def _product(self) -> Tensor:

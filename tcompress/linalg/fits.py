@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tcompress.linalg.moments import (
     Operator,
+    column_gram,
     conjugate_gradients,
     ridge_level,
     safe_cholesky,
@@ -272,12 +273,12 @@ def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor
     return (curvature @ fitted).mul(fitted @ gram - 2 * product).sum((-2, -1))
 
 
-def curved_constant(weight: Tensor, dense: Tensor, curvature: Tensor) -> Tensor:
+def curved_constant(weight: Tensor, product: Tensor, curvature: Tensor) -> Tensor:
     """Returns tr(S W D W^T), which added to `curved_loss` makes it the whole predicted loss.
 
-    # (..., out, d), (..., d, d), (..., out, out) -> (...)
+    # W and W D (..., out, d), S (..., out, out) -> (...)
     """
-    return (curvature @ weight).mul(weight @ dense).sum((-2, -1))
+    return (curvature @ weight).mul(product).sum((-2, -1))
 
 
 def lowrank_spectrum(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
@@ -288,7 +289,7 @@ def lowrank_spectrum(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor
     found = whitened(product, safe_cholesky(gram), safe_cholesky(curvature))
     # The squares are what counts: those of the smaller side are as exact, and much faster.
     tall = found.shape[-2] >= found.shape[-1]
-    squares = torch.linalg.eigvalsh(found.mT @ found if tall else found @ found.mT)
+    squares = torch.linalg.eigvalsh(column_gram(found if tall else found.mT))
     return squares.clamp_min(0).sqrt().flip(-1)
 
 

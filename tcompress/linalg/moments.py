@@ -21,23 +21,22 @@ from tcompress.errors import REPAIR, FitError
 # a token costs the squared gradient there, so tokens that the output hardly follows hardly count.
 
 _TILE = 256  # columns of a Gram matrix that are taken at a time
+_LARGE = 1024  # rows of a matrix from which less is computed of it
 ROWS_AT_ONCE = 2048  # whose products are added at a time
 _PAIRS = (0, 0), (1, 0), (1, 1)  # whose moments are taken: 0 is x', 1 is x
-WIDE = 2048  # inputs from which a sum is kept in float32 where no fit depends on it
+WIDE = 2048  # inputs from which errors are told by rows: what no fit depends on is not summed up
+ROWS_KEPT = 8  # of so many rows of a wide input one is kept to tell errors by
 _NOT_FINITE = "calibration activations hold NaN or infinity"
 SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them, float32 holds
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of one layer input; x' may have fewer channels than x.
-
-    float64, but for those of wide inputs that only tell errors.
-    """
+    """Second moments of one layer input, float64; x' may have fewer channels than x."""
 
     gram: Tensor  # G = E[x' x'^T]  # (d', d')
     cross: Tensor  # C = E[x x'^T]  # (d, d')
-    dense: Tensor  # D = E[x x^T]  # (d, d)
+    dense: Tensor | RowErrors  # D = E[x x^T]  # (d, d); of wide inputs some rows tell errors
     mean: Tensor  # E[x'], zero where the moments are not centred  # (d',)
     dense_mean: Tensor  # E[x], likewise  # (d,)
     rows: int  # number of tokens they were taken over; of equal weight, as many as tell the same
@@ -53,11 +52,15 @@ class Moments:
 
     def norm(self, weight: Tensor) -> float:
         """Returns E||W x||^2.  # (out, d)."""
+        if isinstance(self.dense, RowErrors):
+            return self.dense.norm(weight)
         weight = weight.to(self.gram.device, self._dtype)
         return float((weight @ self.dense.to(weight)).mul(weight).sum(dtype=torch.float64))
 
     def error(self, weight: Tensor, fitted: Tensor) -> float:
         """Returns E||W x - V x'||^2 / E||W x||^2.  # (out, d), (out, d)."""
+        if isinstance(self.dense, RowErrors):
+            return self.dense.error(weight, fitted)
         norm = self.norm(weight)
         weight, fitted = (it.to(self.gram.device, torch.float64) for it in (weight, fitted))
         if weight.shape != fitted.shape:
@@ -79,7 +82,7 @@ class Moments:
     @property
     def _dtype(self) -> torch.dtype:
         """Dtype that is exact enough for errors, and no slower than need be."""
-        return torch.float32 if len(self.dense) >= WIDE else torch.float64
+        return torch.float32 if len(self.cross) >= WIDE else torch.float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,11 +131,13 @@ class DampedMoments:
             return moments.cross + self.level * moments.lift.to(moments.cross)
         return self.gram if moments.cross is moments.gram else with_ridge(moments.cross, self.level)
 
-    @property
-    def dense(self) -> Tensor:
-        """D.  # (d, d)."""
-        same = self.moments.dense is self.moments.gram
-        return self.gram if same else with_ridge(self.moments.dense.double(), self.level)
+    def norm(self, weight: Tensor) -> float:
+        """Returns E||W x||^2 of float64 W.  # (out, d)."""
+        dense = self.moments.dense
+        if isinstance(dense, RowErrors):
+            return dense.norm(weight) + float(self.level * weight.square().sum())
+        dense = self.gram if dense is self.moments.gram else with_ridge(dense, self.level)
+        return float((weight @ dense).mul(weight).sum())
 
     @property
     def lift(self) -> Tensor | None:
@@ -233,19 +238,18 @@ def token_weights(gradients: Tensor) -> Tensor:
 class MomentSums:
     """Accumulates moments of token rows in float64, about the means of the first batch.
 
-    Of wide inputs D, which no fit depends on, is float32.
+    Of wide inputs of two streams some rows are kept in the place of D, which no fit depends on:
+    errors by them are right to a few in a hundred, and take a fraction of the operations.
     """
 
     def __init__(
         self, dense: int, new: int | None = None, device: torch.device | str = "cpu"
     ) -> None:
+        self._sample = PairedRows() if new is not None and dense >= WIDE else None
         new = dense if new is None else new
-        last = torch.float32 if dense >= WIDE else torch.float64
-        self._sums = [
-            ProductSum((new, new), device),
-            ProductSum((dense, new), device),
-            ProductSum((dense, dense), device, last),
-        ]
+        self._sums = [ProductSum((new, new), device), ProductSum((dense, new), device)]
+        if self._sample is None:
+            self._sums.append(ProductSum((dense, dense), device))
         self._same = ProductSum((new, new), device)  # of rows that are part of all three
         self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in (new, dense)]
         # Means of the first rows, of both streams: moments about them do not cancel, nor round.
@@ -278,8 +282,12 @@ class MomentSums:
         if same:
             self._same.add(scaled[0], scaled[0])
         else:
-            for products, (i, j) in zip(self._sums, _PAIRS, strict=True):
+            for products, (i, j) in zip(self._sums, _PAIRS, strict=False):
                 products.add(scaled[i], scaled[j])
+        if self._sample is not None:
+            x = dense[::ROWS_KEPT].clone()  # views would keep all rows
+            y = x if new is dense else new[::ROWS_KEPT].clone()
+            self._sample.add(x, y, weights[::ROWS_KEPT])
         self.rows += len(dense)
         self._weight += float(weights.sum())
         self._squares += float(weights.square().sum())
@@ -293,7 +301,7 @@ class MomentSums:
         if all(products.is_empty for products in self._sums + other._sums):
             totals = [(self._same, other._same, _PAIRS[0])]
         else:
-            totals = [*zip(self._sums, other._sums, _PAIRS, strict=True)]
+            totals = [*zip(self._sums, other._sums, _PAIRS, strict=False)]
             self._same.merge(other._same)
         for ours, theirs, (i, j) in totals:
             # sum w (x + s) (y + t)^T = sum w x y^T + (sum w x) t^T + s (sum w y + w t)^T
@@ -303,6 +311,8 @@ class MomentSums:
                 total.addr_(left.to(total), row.to(total))
         for mean, more, shift in zip(self._means, other._means, shifts, strict=True):
             mean += more + other._weight * shift
+        if self._sample is not None and other._sample is not None:
+            self._sample.merge(other._sample)
         self.rows += other.rows
         self._weight += other._weight
         self._squares += other._squares
@@ -332,16 +342,17 @@ class MomentSums:
             raise FitError(_NOT_FINITE, REPAIR)
         shifts, means = [total / self._weight for total in self._means], self.means
         parts = []
-        for total, (one, two) in zip(totals, pairs, strict=True):
+        for total, (one, two) in zip(totals, pairs, strict=False):
             parts.append(total.div_(self._weight) if last else total / self._weight)
             parts[-1] -= torch.outer(shifts[one], shifts[two])
             if not centred:
                 parts[-1] += torch.outer(means[one], means[two])
         mean, dense_mean = means if centred else map(torch.zeros_like, means)
-        gram, cross, dense = parts if len(parts) > 1 else 3 * parts
+        gram, cross, *last_part = parts if len(parts) > 1 else 3 * parts
         # Squares of weights that are hardly above zero may all be none.
         rows = round(self._weight**2 / self._squares) if self._squares else 1
-        return Moments(gram, cross, dense, mean, dense_mean, max(1, rows))
+        sample = self._sample.moments(centred=centred, last=last) if self._sample else None
+        return Moments(gram, cross, sample or last_part[0], mean, dense_mean, max(1, rows))
 
 
 class PairedRows:
@@ -408,12 +419,9 @@ def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """
     tall = matrix.shape[-2] >= matrix.shape[-1]
     a = matrix if tall else matrix.mT
-    leading = leading_vectors(a.mT @ a, rank)
+    leading = leading_vectors(column_gram(a), rank)
     left, right = a @ leading, leading.mT
     return (left, right) if tall else (right.mT, left.mT)
-
-
-_LARGE = 1024  # rows of a matrix of which only those eigenvectors are computed that are asked for
 
 
 def leading_vectors(gram: Tensor, rank: int) -> Tensor:
@@ -474,10 +482,27 @@ def fit_lowrank(
 def whitened(target: Tensor, inputs: Tensor | None, outputs: Tensor | None) -> Tensor:
     """Returns K^T (W C) L^-T of the roots L and K: errors are plain sums of squares there."""
     if outputs is not None:
-        target = outputs.mT @ target
+        target = _transposed_product(outputs, target)
     if inputs is None:
         return target
     return torch.linalg.solve_triangular(inputs, target.mT, upper=False).mT
+
+
+def _transposed_product(lower: Tensor, matrix: Tensor) -> Tensor:
+    """Returns L^T M of a lower triangular L: of large ones, products with zeros are left out."""
+    if lower.ndim > 2 or len(lower) <= _LARGE:
+        return lower.mT @ matrix
+    starts = range(0, len(lower), _LARGE)
+    return torch.cat([lower[i:, i : i + _LARGE].mT @ matrix[i:] for i in starts])
+
+
+def column_gram(matrix: Tensor) -> Tensor:
+    """Returns A^T A; of large ones, products that are equal are taken once.  # (..., n, n)."""
+    if matrix.ndim > 2 or matrix.shape[-1] <= _LARGE:
+        return matrix.mT @ matrix
+    total = matrix.new_zeros(matrix.shape[-1], matrix.shape[-1])
+    add_gram(total, matrix)
+    return total
 
 
 Operator = Callable[[Tensor], Tensor]

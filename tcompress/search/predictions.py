@@ -278,7 +278,7 @@ class Predictor:
             # The moments of inputs are damped, those of gradients are not.
             curve = damped_curvature(curvature[span, span], CURVATURE_DAMPING)
             target = Target(weight @ gram, gram, curvature=curve)
-            aim = target, float(curved_constant(weight, gram, curve))
+            aim = target, float(curved_constant(weight, target.product, curve))
             splits.append((site_of(block, layer, part), aim))
         unit = unit_of(recipe, inputs.source, entry, inputs.plan)
         dense = {PARAMETERS: entry.dense_parameters}

@@ -28,11 +28,14 @@ from tcompress.linalg.moments import (
     Moments,
     MomentSums,
     PairedRows,
+    RowErrors,
     balanced,
     best_factors,
+    column_gram,
     fit_lowrank,
     relative_error,
     safe_cholesky,
+    whitened,
 )
 from tcompress.linalg.transforms import (
     Stages,
@@ -174,7 +177,10 @@ def test_damping_adds_one_ridge_to_all_three() -> None:
     damped = m.damped(0.25)
     assert_close(damped.gram, m.gram + ridge)
     assert_close(damped.cross, m.cross + ridge)
-    assert_close(damped.dense, m.dense + ridge)
+    weight = randn(OUTPUTS, WIDTH, seed=5).double()
+    assert damped.norm(weight) == pytest.approx(
+        float((weight @ (m.dense + ridge)).mul(weight).sum())
+    )
 
 
 def test_rows_of_one_stream_have_one_moment() -> None:
@@ -196,7 +202,8 @@ def test_errors_of_wide_inputs(centred: bool, monkeypatch: pytest.MonkeyPatch) -
     worth = 1.0 + torch.arange(ROWS).double()
     for least in (WIDTH, WIDTH + 1):
         monkeypatch.setattr("tcompress.linalg.moments.WIDE", least)
-        sums = [MomentSums(WIDTH), PairedRows()]
+        monkeypatch.setattr("tcompress.linalg.moments.ROWS_KEPT", 1)  # all of them
+        sums = [MomentSums(WIDTH, WIDTH), PairedRows()]
         for item in sums:
             item.add(x[:20], new[:20], worth[:20])
             item.add(x[20:], new[20:], worth[20:])
@@ -204,13 +211,31 @@ def test_errors_of_wide_inputs(centred: bool, monkeypatch: pytest.MonkeyPatch) -
     moments, rows = found[WIDTH]
     expected = found[WIDTH + 1][0]
     assert (moments.gram.dtype, moments.cross.dtype) == (torch.float64, torch.float64)
-    assert (moments.dense.dtype, expected.dense.dtype) == (torch.float32, torch.float64)
+    assert isinstance(moments.dense, RowErrors)
+    assert isinstance(expected.dense, Tensor)
     assert_close(rows.mean, expected.mean)
     assert_close(rows.dense_mean, expected.dense_mean)
     weight, fitted = randn(OUTPUTS, WIDTH, seed=5), randn(OUTPUTS, WIDTH, seed=6)
+    level = 0.25 * expected.gram.diagonal().mean()
+    ridge = float(level * weight.double().square().sum())
+    damped = moments.damped(0.25).norm(weight.double())
+    assert damped == pytest.approx(expected.norm(weight) + ridge, rel=1e-5)
     for item in (moments, rows):
         assert item.norm(weight) == pytest.approx(expected.norm(weight), rel=1e-5)
         assert item.error(weight, fitted) == pytest.approx(expected.error(weight, fitted), rel=1e-5)
+
+
+def test_large_products_leave_zeros_and_copies_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, inputs = (
+        randn(7, WIDTH).double(),
+        randn(WIDTH, WIDTH, seed=1).tril() + 9 * torch.eye(WIDTH),
+    )
+    outputs = (randn(7, 7, seed=2).tril() + 9 * torch.eye(7)).double()
+    whole = whitened(target, inputs.double(), outputs), column_gram(target)
+    monkeypatch.setattr("tcompress.linalg.moments._LARGE", 3)
+    monkeypatch.setattr("tcompress.linalg.moments._TILE", 3)
+    assert_close(whitened(target, inputs.double(), outputs), whole[0])
+    assert_close(column_gram(target), whole[1])
 
 
 @pytest.mark.parametrize("rank", [1, 5])

@@ -29,7 +29,7 @@ from tcompress.errors import DiskError
 from tcompress.files import free_bytes
 from tcompress.fitting.block_rewrite import Group
 from tcompress.hf.opening import multiplies_bfloat16, pick_device
-from tcompress.linalg.moments import ROWS_AT_ONCE, WIDE
+from tcompress.linalg.moments import LARGE, ROWS_AT_ONCE, ROWS_KEPT, WIDE
 from tcompress.memory import free_memory
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
@@ -167,7 +167,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     flops = sum(cost.flops for cost in fits) + sum(cost.flops for cost in orders)
     walks = 0  # through the whole model
     if work.tokens and groups:
-        walk, statistics = _walk(work, groups)
+        walk, statistics = _walk(work)
         pairs = zip(fits, groups, strict=True)
         fitting = max(fit.bytes + _moments_memory(group, work) for fit, group in pairs)
         memory = max(memory, walk.bytes + fitting)
@@ -250,8 +250,9 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
         rounds = 1 if len(part.terms) == 1 else _ROUNDS
         for layout in part.terms:
             m, n = layout.out_features, layout.in_features
-            measured = 14.0 * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
-            measured += 4.0 * m * m * n + m**3 if work.weighs else 0.0
+            measured = 6.0 * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
+            measured += _error_flops(m, n, work) if work.tokens else 0.0
+            measured += (2.0 if m > LARGE else 4.0) * m * m * n + m**3 if work.weighs else 0.0
             fit = structure(layout.structure).fit_cost(layout, calibrated=work.tokens > 0)
             most = max(most, fit.bytes)
             fitted = (measured + fit.flops) * rounds
@@ -260,6 +261,18 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
             turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
             flops += (fitted + turned) * entry.copies
     return FitCost(flops, size + most)
+
+
+def _error_flops(outputs: int, inputs: int, work: _Work) -> float:
+    """Operations of errors on the data: by some rows of a wide input, by its moments else."""
+    return (
+        4.0 * outputs * inputs * _rows_kept(work) if inputs >= WIDE else 8.0 * outputs * inputs**2
+    )
+
+
+def _rows_kept(work: _Work) -> float:
+    """Rows of a wide input that errors are told by."""
+    return work.tokens * (1 / ROWS_KEPT + work.recipe.calibration.holdout)
 
 
 def _orders(work: _Work) -> Iterator[FitCost]:
@@ -309,16 +322,19 @@ def _dropping(work: _Work) -> FitCost:
 def _moments_memory(group: Group, work: _Work) -> int:
     """Bytes of the moments that a group is fitted by, with what is computed from them.
 
-    G and C in float64, and where the input is not wide D and those of what is held out too; then G
-    damped, and two more while it is factored. Moments of gradients are read one by one.
+    G and C in float64, and where the input is not wide D and those of what is held out too, else
+    some rows of both streams; then G damped, and two more while it is factored. Moments of
+    gradients are read one by one.
     """
     first, widest = group[0], max(entry.out_features for entry in group)
-    sums = 20 if first.in_features >= WIDE else 48
+    is_wide = first.in_features >= WIDE
+    rows, sums = int(8 * _rows_kept(work)) if is_wide else 0, 16 if is_wide else 48
     curvature = sum(4 * e.out_features**2 for e in group) + 24 * widest**2 if work.weighs else 0
-    return (sums + 24) * first.in_features**2 * first.copies + curvature
+    size = (sums + 24) * first.in_features + rows
+    return size * first.in_features * first.copies + curvature
 
 
-def _walk(work: _Work, groups: Collection[Group]) -> tuple[FitCost, FitCost]:
+def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     """Costs of walks of samples through all blocks: of both streams, and for statistics."""
     plan, source, recipe, tokens = work.plan, work.source, work.recipe, work.tokens
     parameters, share = [*work.block_sizes.values()], work.pass_share
@@ -332,9 +348,13 @@ def _walk(work: _Work, groups: Collection[Group]) -> tuple[FitCost, FitCost]:
     states = 2 * tokens * plan.layers[0].in_features
     both = 4 * (outside + max(parameters) + states) + 16 * together * widest
     # The dense stream runs once, the other one once for every group, up to it, with what is fitted
-    # by then in place of the rest; G and D by halves, and C.
+    # by then in place of the rest; G and, unless rows stand for it, D by halves, and C.
     streams = sum(4.0 * share * size * tokens for size in parameters)
-    moments = sum(4.0 * tokens * group[0].in_features ** 2 for group in groups)
+    planned = {entry.key for entry in plan.layers}
+    read = chain.from_iterable(block.groups for block in work.blocks)
+    inputs = [group[0] for group in read if planned & {layer.weight_name for layer in group}]
+    widths = [layer.in_features for layer in inputs]
+    moments = sum((3.0 if width >= WIDE else 4.0) * tokens * width**2 for width in widths)
     room = int(room_on(pick_device(recipe.device)))
     fitting = FitCost(streams + moments, both + min(readings, room))
     # Passes forward, again, and backward, and moments of all layers of a block.

@@ -21,7 +21,7 @@ from tcompress.errors import REPAIR, FitError
 # a token costs the squared gradient there, so tokens that the output hardly follows hardly count.
 
 _TILE = 256  # columns of a Gram matrix that are taken at a time
-_LARGE = 1024  # rows of a matrix from which less is computed of it
+LARGE = 1024  # rows of a matrix from which less is computed of it
 ROWS_AT_ONCE = 2048  # whose products are added at a time
 _PAIRS = (0, 0), (1, 0), (1, 1)  # whose moments are taken: 0 is x', 1 is x
 WIDE = 2048  # inputs from which errors are told by rows: what no fit depends on is not summed up
@@ -432,7 +432,7 @@ def leading_vectors(gram: Tensor, rank: int) -> Tensor:
     (..., n, n) -> (..., n, rank), orthonormal, the largest last
     """
     rows = gram.shape[-1]
-    large = gram.ndim == 2 and rows >= max(_LARGE, 2 * rank)
+    large = gram.ndim == 2 and rows >= max(LARGE, 2 * rank)
     if large and gram.device.type == "cpu" and is_finite(gram):
         from scipy.linalg import LinAlgError, eigh
 
@@ -490,15 +490,15 @@ def whitened(target: Tensor, inputs: Tensor | None, outputs: Tensor | None) -> T
 
 def _transposed_product(lower: Tensor, matrix: Tensor) -> Tensor:
     """Returns L^T M of a lower triangular L: of large ones, products with zeros are left out."""
-    if lower.ndim > 2 or len(lower) <= _LARGE:
+    if lower.ndim > 2 or len(lower) <= LARGE:
         return lower.mT @ matrix
-    starts = range(0, len(lower), _LARGE)
-    return torch.cat([lower[i:, i : i + _LARGE].mT @ matrix[i:] for i in starts])
+    starts = range(0, len(lower), LARGE)
+    return torch.cat([lower[i:, i : i + LARGE].mT @ matrix[i:] for i in starts])
 
 
 def column_gram(matrix: Tensor) -> Tensor:
     """Returns A^T A; of large ones, products that are equal are taken once.  # (..., n, n)."""
-    if matrix.ndim > 2 or matrix.shape[-1] <= _LARGE:
+    if matrix.ndim > 2 or matrix.shape[-1] <= LARGE:
         return matrix.mT @ matrix
     total = matrix.new_zeros(matrix.shape[-1], matrix.shape[-1])
     add_gram(total, matrix)

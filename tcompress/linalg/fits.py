@@ -21,7 +21,6 @@ from tcompress.linalg.moments import (
     conjugate_gradients,
     ridge_level,
     safe_cholesky,
-    whitened,
     with_ridge,
 )
 from tcompress.linalg.transforms import Stages, build_blocks, mix_tubes, rotate
@@ -281,15 +280,14 @@ def curved_constant(weight: Tensor, product: Tensor, curvature: Tensor) -> Tenso
     return (curvature @ weight).mul(product).sum((-2, -1))
 
 
-def lowrank_spectrum(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
-    """Returns what every further rank saves: the squares of these values are predicted losses.
+def singular_values(matrix: Tensor) -> Tensor:
+    """Returns the singular values of a matrix, float64, the largest first.
 
-    # (..., out, d), (..., d, d), (..., out, out) -> (..., min(out, d))
+    # (..., out, d) -> (..., min(out, d))
     """
-    found = whitened(product, safe_cholesky(gram), safe_cholesky(curvature))
     # The squares are what counts: those of the smaller side are as exact, and much faster.
-    tall = found.shape[-2] >= found.shape[-1]
-    squares = torch.linalg.eigvalsh(column_gram(found if tall else found.mT))
+    tall = matrix.shape[-2] >= matrix.shape[-1]
+    squares = torch.linalg.eigvalsh(column_gram(matrix if tall else matrix.mT))
     return squares.clamp_min(0).sqrt().flip(-1)
 
 

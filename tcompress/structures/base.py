@@ -6,6 +6,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import cycle
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -192,6 +193,21 @@ class Target:
         import torch
 
         return torch.eye(self.product.shape[1], dtype=self.product.dtype).to(self.product)
+
+    @cached_property
+    def whitened(self) -> Tensor:
+        """K^T (W C) L^-T, of G = L L^T and S = K K^T: losses are plain sums of squares there."""
+        from tcompress.linalg.moments import safe_cholesky, whitened
+
+        assert self.curvature is not None
+        return whitened(self.product, *map(safe_cholesky, (self.full_gram(), self.curvature)))
+
+    @cached_property
+    def spectrum(self) -> Tensor:
+        """Singular values of that, the largest first: what every further rank saves."""
+        from tcompress.linalg.fits import singular_values
+
+        return singular_values(self.whitened)
 
 
 def random_tensors(

@@ -105,11 +105,9 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
 
 def rank_losses(target: Target, constant: float, ranks: Sequence[int]) -> list[float]:
     """Predicts what the best factors of these ranks lose."""
-    assert target.curvature is not None
-    from tcompress.linalg.fits import lowrank_losses, lowrank_spectrum
+    from tcompress.linalg.fits import lowrank_losses
 
-    spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-    losses = lowrank_losses(spectrum, constant)
+    losses = lowrank_losses(target.spectrum, constant)
     return [float(losses[rank]) for rank in ranks]
 
 

@@ -267,11 +267,8 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
             return super().losses(target, constant, layouts)
         import numpy as np
 
-        assert target.curvature is not None
         first = layouts[0]
-        roots = (linalg.safe_cholesky(m) for m in (target.full_gram(), target.curvature))
-        whitened = linalg.whitened(target.product, *roots)
-        tails = linalg.bond_tails(whitened, first.in_modes, first.out_modes)
+        tails = linalg.bond_tails(target.whitened, first.in_modes, first.out_modes)
         # What the ranks of each layout cut off, summed over the bonds.
         pairs = [zip(tails, layout.ranks, strict=True) for layout in layouts]
         cut_off = np.array([sum(float(tail[rank]) for tail, rank in bonds) for bonds in pairs])

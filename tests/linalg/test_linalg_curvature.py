@@ -16,10 +16,10 @@ from tcompress.linalg.fits import (
     fit_slices,
     fit_slices_curved,
     lowrank_losses,
-    lowrank_spectrum,
 )
 from tcompress.linalg.moments import conjugate_gradients, fit_lowrank
 from tcompress.linalg.transforms import FIXED_TRANSFORMS, check_transform, fixed_transform
+from tcompress.structures import Target
 from tests.support.numerics import quick
 from tests.support.structures import TUBES, randn
 
@@ -88,7 +88,7 @@ def test_factors_are_the_optimum_by_other_square_roots(rank: int) -> None:
 
 def test_spectrum_predicts_the_loss_of_every_rank() -> None:
     product, gram, curvature = _problem()
-    spectrum = lowrank_spectrum(product, gram, curvature)
+    spectrum = Target(product, gram, curvature=curvature).spectrum
     assert spectrum.shape == (OUTPUTS,)
     whole = torch.linalg.solve(gram, product.T).T  # the best weight of any rank
     best = _naive(whole, product, gram, curvature)
@@ -109,14 +109,17 @@ def test_batches_are_fitted_one_by_one(shape: tuple[int, int, int]) -> None:
     gram = torch.stack([_moment(shape[2], ROWS, seed) for seed in range(3)])
     curvature = torch.stack([_moment(shape[1], ROWS, seed + 9) for seed in range(3)])
     a, b = fit_lowrank(product, gram, 2, curvature)
-    spectrum = lowrank_spectrum(product, gram, curvature)
+    spectrum = Target(product, gram, curvature=curvature).spectrum
     constants = curved_constant(product, product @ gram, curvature)
     losses = lowrank_losses(spectrum, constants)
     assert losses.shape == (3, 6)
+    spectra = [
+        Target(*it[:2], curvature=it[2]) for it in zip(product, gram, curvature, strict=True)
+    ]
     for i in range(3):
         one, two = fit_lowrank(product[i], gram[i], 2, curvature[i])
         assert_close(a[i] @ b[i], one @ two)
-        assert_close(spectrum[i], lowrank_spectrum(product[i], gram[i], curvature[i]))
+        assert_close(spectrum[i], spectra[i].spectrum)
         assert_close(losses[i], lowrank_losses(spectrum[i], constants[i]))
 
 

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tcompress import compression, sweeps
 from tcompress.attention import ReplacementSpec
 from tcompress.conversion import converter
 from tcompress.errors import RecipeError
 from tcompress.evaluation import measuring
 from tcompress.evaluation.scores import Baseline, ModelScores
-from tcompress.exports import onnx_folder
-from tcompress.exports.dense import export_dense
+from tcompress.exports import dense, onnx_folder
 from tcompress.exports.onnx_folder import RuntimeFiles
 from tcompress.fields import ExportFormat
 from tcompress.inspection import inspect_model as inspect
@@ -48,13 +49,18 @@ from tcompress.structures.modules.linear import keep_weights
 from tcompress.training import finetuning
 from tcompress.vocabulary.choice import with_vocabulary
 
-__all__ = ["export_dense", "inspect", "keep_weights", "report"]  # beside what is defined here
+__all__ = ["inspect", "keep_weights", "report"]  # beside what is defined here
 
 
 _TARGETS = (0.5, 0.25)
 _OF_CELLS = {"method", "structure", *BUDGETS}
 
+# Tensors that are made in a caller's `torch.inference_mode` can neither be trained nor changed in
+# place, and cached ones would stay so. This leaves that mode, and `no_grad` too.
+_trainable = torch.inference_mode(mode=False)
 
+
+@_trainable
 def convert(
     model: str | Path | Mapping[str, Any],
     *,
@@ -103,6 +109,7 @@ def convert(
     return converter.convert(source, said, folder, force=force, progress=progress)
 
 
+@_trainable
 def finetune(
     model: str | Path,
     *,
@@ -143,6 +150,7 @@ def finetune(
     return finetuning.finetune(name, said, folder, force=force, token=token, progress=progress)
 
 
+@_trainable
 def sweep(
     model: str | Path,
     *,
@@ -222,6 +230,7 @@ def sweep(
     return sweeps.sweep(recipe, source, folder, **shared)
 
 
+@_trainable
 def evaluate(
     models: str | Path | Sequence[str | Path],
     task: str,
@@ -268,6 +277,7 @@ def evaluate(
     )
 
 
+@_trainable
 def bench(
     models: str | Path | Sequence[str | Path],
     against: str | Path | None = None,
@@ -305,6 +315,7 @@ def bench(
         )
 
 
+@_trainable
 def compress(
     model: str | Path,
     output: str | Path | None = None,
@@ -344,6 +355,7 @@ def compress(
     )
 
 
+@_trainable
 def export_onnx(
     model: str | Path,
     output: str | Path | None = None,
@@ -400,6 +412,33 @@ def export_openvino(
     return export_onnx(model, output, to="openvino", **options)
 
 
+@_trainable
+def export_dense(
+    folder: Path | str, output: Path | str, force: bool = False, progress: Progress | None = None
+) -> Path:
+    """Writes a plain model that needs no tcompress and computes the same within rounding.
+
+    Memory holds one weight in float64 and what multiplying it out takes.
+
+    Args:
+        folder: Folder of a converted model.
+        output: Folder to write; it appears only when everything is finished.
+        force: Replace a folder that is not empty.
+        progress: Hears how far it is.
+
+    Returns:
+        The written folder.
+
+    Raises:
+        ArtifactError: `folder` holds no converted model, or a damaged one.
+        InputError: `output` cannot be written, or the model has another attention replacement.
+        FitError: A weight is not finite in the dtype that the layer is stored in.
+        WriteError: What was written does not load, or computes something else.
+    """
+    return dense.export_dense(folder, output, force, progress)
+
+
+@_trainable
 def plan(
     model: str | Path | Mapping[str, Any],
     *,

@@ -41,24 +41,9 @@ LARGEST_SHARD = "2GB"
 def export_dense(
     folder: Path | str, output: Path | str, force: bool = False, progress: Progress | None = None
 ) -> Path:
-    """Writes a plain model that needs no tcompress and computes the same within rounding.
+    """Write a plain model that computes the same within rounding, as `tcompress.export_dense` says.
 
     Memory holds one weight in float64 and what multiplying it out takes.
-
-    Args:
-        folder: Folder of a converted model.
-        output: Folder to write; it appears only when everything is finished.
-        force: Replace a folder that is not empty.
-        progress: Hears how far it is.
-
-    Returns:
-        The written folder.
-
-    Raises:
-        ArtifactError: `folder` holds no converted model, or a damaged one.
-        InputError: `output` cannot be written, or the model has another attention replacement.
-        FitError: A weight is not finite in the dtype that the layer is stored in.
-        WriteError: What was written does not load, or computes something else.
     """
     output = Path(output).expanduser().absolute()
     check_output(output, force=force)

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import tcompress
 from tcompress import files
@@ -22,6 +23,7 @@ from tcompress.models import resolve
 from tcompress.options import Convert, Finetune
 from tcompress.reporting.model_report import report_of
 from tests.support.cli import run
+from tests.support.model_folders import model_folder, sentences, text_file
 
 
 def model(folder: Path, text: str) -> Path:
@@ -462,7 +464,18 @@ def test_a_disk_that_becomes_full(
     assert Workplace(tmp_path / "out", "x").resumed
 
 
-# The Python interface: what it refuses, and how it names what it writes
+# The Python interface: what it refuses, how it names what it writes, and where it may be called
+
+
+def test_functions_are_called_where_nothing_may_be_trained(own_folder: None) -> None:
+    model_folder("bert", Path("dense"))
+    texts = text_file(Path("texts.txt"), sentences(8))
+    step = {"steps": 1, "batch_size": 2, "learning_rate": 1e-4, "device": "cpu"}
+    with torch.inference_mode():
+        done = tcompress.convert("dense", method="svd", rank=4, calibration=texts)
+        healed = tcompress.finetune(done.folder, data={"source": [texts]}, **step)
+        tcompress.export_dense(healed.folder, "plain")
+        assert torch.is_inference_mode_enabled()
 
 
 def test_options_beside_a_recipe_are_not_forgotten(

@@ -30,7 +30,14 @@ from tcompress.blockwise.streams import (
 from tcompress.data.inputs import Batch
 from tcompress.errors import REPAIR, WITHOUT_DATA, DataError, FitError
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import MomentSums, ProductSum, is_finite, multipliable, token_weights
+from tcompress.linalg.moments import (
+    MomentSums,
+    ProductSum,
+    is_finite,
+    multipliable,
+    naming,
+    token_weights,
+)
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import BACKWARD, FORWARD, MOMENTS, timed
@@ -329,6 +336,7 @@ def damped_inputs(
         sums = measured.pop(name)
         if sums.rows and name in entries and factor_layouts(entries[name].parts):
             entry = entries[name]
-            gram = sums.inputs.moments(centred=entry.bias).gram
+            with naming(f"layer `{entry.name}`", REPAIR):
+                gram = sums.inputs.moments(centred=entry.bias).gram
             damped[entry.name] = damped_curvature(gram, damping * entry.in_features / sums.rows)
     return damped

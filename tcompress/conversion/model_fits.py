@@ -25,7 +25,7 @@ from tcompress.blockwise.streams import (
 from tcompress.conversion.outputs import Outputs
 from tcompress.data.calibration import CalibrationData
 from tcompress.data.inputs import Batch
-from tcompress.errors import FitError, message_of
+from tcompress.errors import FitError
 from tcompress.fitting.block_rewrite import (
     BlockRewriter,
     FitInputs,
@@ -44,7 +44,7 @@ from tcompress.fitting.layer_fits import (
 )
 from tcompress.hf.build import fill, set_module
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import is_finite
+from tcompress.linalg.moments import is_finite, naming
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import cut_to, with_depth, within
@@ -249,12 +249,9 @@ def _shared_factors(
     dtype = conversion.outputs.dtype_of(members[0][0])
     kind = structure(layouts[0].structure)
     assert isinstance(kind, SharesFactors)
-    try:
-        with torch.no_grad():
-            factors = kind.fit_shared(targets, layouts)
-    except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-        hint = "use more calibration data or a larger `damping`, or share less"
-        raise FitError(f"the fit of {where} failed: {message_of(error)}", hint) from error
+    hint = "use more calibration data or a larger `damping`, or share less"
+    with naming(f"the fit of {where} failed", hint), torch.no_grad():
+        factors = kind.fit_shared(targets, layouts)
     stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in factors.items()}
     if not all(map(is_finite, stored.values())):
         raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)

@@ -26,7 +26,7 @@ from tcompress.blockwise.streams import (
     token_rows,
 )
 from tcompress.data.calibration import CalibrationData
-from tcompress.errors import WITHOUT_DATA, DataError, FitError
+from tcompress.errors import WITHOUT_DATA, DataError
 from tcompress.fitting.channel_orders import (
     Reductions,
     lift_of,
@@ -37,6 +37,7 @@ from tcompress.fitting.channel_orders import (
 from tcompress.fitting.first_values import adapt, start_layer
 from tcompress.fitting.layer_fits import (
     DATA_FREE,
+    MORE_DATA,
     BlockResult,
     LayerMoments,
     LayerToFit,
@@ -45,7 +46,7 @@ from tcompress.fitting.layer_fits import (
     fit_layers,
 )
 from tcompress.hf.build import SEED, fill, install_attention, install_layers
-from tcompress.linalg.moments import WIDE, Moments, MomentSums, PairedRows
+from tcompress.linalg.moments import WIDE, Moments, MomentSums, PairedRows, naming
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.costs import path_of
@@ -260,7 +261,7 @@ class RewrittenBlock:
     def moments(self, group: Group) -> list[list[LayerMoments]]:
         """Moments of the input, or of every expert's, for every layer of a group."""
         first = group[0]
-        try:
+        with naming(f"layer `{first.name}`", MORE_DATA):
             sums, experts = self._sums(group), range(first.copies)
             centred = [entry.bias and entry.kind != "experts" for entry in group]
             last = len({*centred}) == 1
@@ -268,8 +269,6 @@ class RewrittenBlock:
                 flag: [_moments(sums, expert, centred=flag, last=last) for expert in experts]
                 for flag in {*centred}
             }
-        except FitError as error:
-            raise FitError(f"layer `{first.name}`: {error.message}", error.hint) from error
         return [moments[flag] for flag in centred]
 
     def _sums(self, group: Group) -> Sums:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tcompress.fitting.layer_fits import CURVATURE_DAMPING, dense_matrix
+from tcompress.fitting.layer_fits import CURVATURE_DAMPING, MORE_DATA, dense_matrix
 from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
 from tcompress.linalg.fits import curved_constant, damped_curvature, diagonal_blocks
-from tcompress.linalg.moments import safe_cholesky
+from tcompress.linalg.moments import naming, safe_cholesky
 from tcompress.models import SourceModel
 from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerPlan
@@ -176,9 +176,15 @@ BlockStatistics = Mapping[Layer, LayerStatistics]
 
 
 def order_channels(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
-    """Order the channels of a coupling by what is measured of its layers."""
+    """Order the channels of a coupling by what is measured of its layers.
+
+    `damping` is a ridge on their moments at one row per input, in units of the mean diagonal. A
+    `FitError` names the layers.
+    """
     order = {"values": _values, "scores": _scores}.get(coupling.kind, _whole)
-    return order(coupling, statistics, damping)
+    names = ", ".join(f"`{statistics[layer].entry.name}`" for layer in coupling.layers)
+    with naming(f"the channels that {names} share cannot be ordered", MORE_DATA):
+        return order(coupling, statistics, damping)
 
 
 def order_by_weights(

@@ -17,7 +17,7 @@ from torch import Tensor
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError
 from tcompress.fitting.layer_fits import WIDER, FittedLayer
-from tcompress.linalg.moments import is_finite, relative_error
+from tcompress.linalg.moments import is_finite, naming, relative_error
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Target, structure
 from tcompress.structures.base import LooksUp
@@ -56,10 +56,11 @@ def fit_table(
     exact, shares = weight.double(), frequencies(counts)
     scales = (shares * len(counts)).sqrt()
     assert isinstance(kind, LooksUp)  # no other is planned for a table
-    fitted = kind.fit(Target(exact * scales[:, None], None), layout)
-    unscaled = kind.scale_rows(fitted, 1 / scales, layout)
-    if unscaled is None:  # its rows cannot be weighted afterwards, so they all count alike
-        unscaled = kind.fit(Target(exact, None), layout)
+    with naming(f"the fit of `{entry.name}` failed", "leave the word embedding as it is"):
+        fitted = kind.fit(Target(exact * scales[:, None], None), layout)
+        unscaled = kind.scale_rows(fitted, 1 / scales, layout)
+        if unscaled is None:  # its rows cannot be weighted afterwards, so they all count alike
+            unscaled = kind.fit(Target(exact, None), layout)
     stored = {name: tensor.to(dtype).contiguous() for name, tensor in unscaled.items()}
     if not all(map(is_finite, stored.values())):
         hint = f"{WIDER}, or leave the word embedding as it is"

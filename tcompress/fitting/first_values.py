@@ -16,6 +16,7 @@ from tcompress.attention.replacement import QueryKeyMoments
 from tcompress.errors import REPAIR, FitError
 from tcompress.fitting.layer_fits import FittedLayer, SharedFactors, shared_factors
 from tcompress.hf.build import first_values
+from tcompress.linalg.moments import naming
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
@@ -114,11 +115,9 @@ def adapt(
         return
     parameters = {f"{name}.{key}": value for key, value in module.named_parameters()}
     if not parameters.keys() & stored.keys():
-        try:
+        with naming(f"attention `{name}`", "use more calibration data"):
             moments = _query_key_moments(calls, centred=centred)
             adapted = kind.adapted(layout, moments, dict(module.named_parameters()))
-        except FitError as error:
-            raise FitError(f"attention `{name}`: {error.message}", error.hint) from error
         stored |= {f"{name}.{key}": value for key, value in adapted.items()}
     for key in parameters.keys() & stored.keys():
         parameters[key].copy_(stored[key])

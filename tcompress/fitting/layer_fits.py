@@ -14,9 +14,16 @@ import torch
 from torch import Tensor
 
 from tcompress import processes
-from tcompress.errors import FitError, SourceError, message_of
+from tcompress.errors import FitError, SourceError
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import DampedMoments, Moments, RowErrors, is_finite, relative_error
+from tcompress.linalg.moments import (
+    DampedMoments,
+    Moments,
+    RowErrors,
+    is_finite,
+    naming,
+    relative_error,
+)
 from tcompress.linalg.rounding import Rounding, rounded
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.costs import path_of
@@ -304,12 +311,9 @@ def fit_layers(
         members = [owner, *(item for item in layers if item.entry.input_of == owner.entry.name)]
         with torch.no_grad():
             splits_of = [_splits(layer, damped, factors, dtype, roundings) for layer in members]
-            try:
+            names = ", ".join(f"`{layer.entry.name}`" for layer in members)
+            with naming(f"the fit of {names} failed", MORE_DATA):
                 _fit_sum(splits_of)
-            except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-                names = ", ".join(f"`{layer.entry.name}`" for layer in members)
-                hint = getattr(error, "hint", None) or MORE_DATA
-                raise FitError(f"the fit of {names} failed: {message_of(error)}", hint) from error
             pairs = zip(members, splits_of, strict=True)
             return [(layer.entry.key, _collect(layer, splits)) for layer, splits in pairs]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite
@@ -11,7 +11,7 @@ from math import inf, isfinite
 import torch
 from torch import Tensor
 
-from tcompress.errors import REPAIR, FitError
+from tcompress.errors import REPAIR, FitError, message_of
 
 # For dense inputs x and the inputs x' that the compressed part of the model produces, a fit
 # minimises ``E ||W x - V x'||^2 = tr(V G V^T) - 2 tr(V C^T W^T) + tr(W D W^T)`` with
@@ -392,6 +392,22 @@ class PairedRows:
 
 def _ones(rows: Tensor) -> Tensor:
     return torch.ones(len(rows), dtype=torch.float64, device=rows.device)
+
+
+@contextmanager
+def naming(what: str, hint: str) -> Iterator[None]:
+    """Put into numeric errors what they are about, such as a layer, and what to do about them.
+
+    Algebra knows matrices alone. A hint that an error brings along stays.
+
+    Raises:
+        FitError: The `FitError` or `LinAlgError` of the block, after `what` and a colon.
+    """
+    try:
+        yield
+    except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+        advice = getattr(error, "hint", None) or hint
+        raise FitError(f"{what}: {message_of(error)}", advice) from error
 
 
 def safe_cholesky(gram: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ import torch
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
-from tcompress.errors import FitError, message_of
 from tcompress.fitting.channel_orders import (
     BlockStatistics,
     ChannelOrder,
@@ -30,7 +29,7 @@ from tcompress.fitting.channel_orders import (
 from tcompress.fitting.layer_fits import CURVATURE_DAMPING, MORE_DATA, dense_matrix
 from tcompress.fitting.workdir import narrowed
 from tcompress.linalg.fits import curved_constant, damped_curvature
-from tcompress.linalg.moments import with_ridge
+from tcompress.linalg.moments import naming, with_ridge
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
@@ -136,13 +135,8 @@ class Predictor:
                 if layer in ruled:
                     fixed.add(entry.key)
                     continue
-                try:
+                with naming(f"what layer `{entry.name}` loses cannot be predicted", MORE_DATA):
                     sites[entry.key], alone = self._sites(block, layer, entry, statistics[layer])
-                except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-                    raise FitError(
-                        f"what layer `{entry.name}` loses cannot be predicted: {message_of(error)}",
-                        MORE_DATA,
-                    ) from error
                 singly.append(alone)
             offers_width = NARROWING in self.offers  # wherever all layers around are sized
             narrower = [*width_sites(orders, self.entries, sites)] if offers_width else []
@@ -182,7 +176,8 @@ class Predictor:
             for layer in reached if recipe.by_loss or self.narrows else ():
                 entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
                 weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
-                gram = of_layer.inputs.moments(centred=entry.bias).gram
+                with naming(f"layer `{entry.name}`", MORE_DATA):
+                    gram = of_layer.inputs.moments(centred=entry.bias).gram
                 mean, rows = of_layer.inputs.means[0], of_layer.rows
                 curvature = of_layer.curvature.total() / rows
                 stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)

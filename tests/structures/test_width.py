@@ -1,5 +1,6 @@
 """Fewer channels between layers: neurons, values and scores of heads."""
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from tcompress.blockwise import sensitivity
-from tcompress.errors import PlanError
+from tcompress.conversion.converter import convert
+from tcompress.data.calibration import CalibrationData
+from tcompress.errors import FitError, PlanError
 from tcompress.exports.dense import export_dense
 from tcompress.fitting.channel_orders import LayerStatistics, order_by_weights, order_channels
 from tcompress.hf import build as installing
@@ -38,10 +41,12 @@ from tests.support.conversions import (
     distance,
     make,
     outputs,
+    recipe,
     structured,
 )
 from tests.support.depth import deep
 from tests.support.numerics import alike, randn
+from tests.support.tiny import TINY
 
 quick = settings(deadline=None, derandomize=True, max_examples=20)
 
@@ -307,6 +312,22 @@ def test_one_head_of_keys_leaves_values_their_bases(tmp_path: Path) -> None:
     }
     assert orders["values"].reductions
     assert not orders["values"].reductions.keys() & orders["heads"].reductions.keys()
+
+
+def test_what_ends_the_ordering_of_channels_names_their_layers(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two tokens, which are all that is told of 64 neurons, and no damping."""
+    told = {"source": "builtin", "damping": 0.0}
+    chosen = recipe("width", calibration=told)
+    data = CalibrationData([TINY["bert"].inputs(1, 2, seed=0)], [], "tiny", 1, 2, "bert")
+    with pytest.raises(FitError) as failed:
+        convert(str(tiny("bert")), chosen, tmp_path / "small", data=data)
+    assert re.fullmatch(
+        r"the channels that (`\S+`(, )?)+ share cannot be ordered: a moment matrix is not .*",
+        failed.value.message,
+    )
+    assert "a larger `damping`" in (failed.value.hint or "")
 
 
 def test_a_rule_for_one_layer_holds_for_those_around_its_channels(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ _NONE = "\x1f"  # a separator that no text has: the file has one column
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 _WHOLE = re.compile(r"[+-]?\d+")
+_PADDED = re.compile(r"([+-]?)0+(?=\d)")  # the zeros in front of a whole number
+_MAY_BE_PADDED = re.compile(rb"(?<![\d.])0\d")
 _DECLARED = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # first line of files for spreadsheets
 
 # Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
@@ -341,11 +343,15 @@ def _holds(path: Path, mark: bytes) -> bool:
         return any(mark in line for line in file)
 
 
-def types_that_differ(path: Path, dialect: Dialect) -> dict[str, str]:
-    """Types of all columns of a long file, if those of its parts differ; else nothing."""
+def types_of(path: Path, dialect: Dialect) -> dict[str, str]:
+    """Types of all columns, if pandas would not find them by itself; else nothing.
+
+    It finds others in parts of a long file, and takes codes (`01` beside `1`) for numbers.
+    """
     import pandas
 
-    if dialect.rows <= CHUNK:
+    codes = _codes(path, dialect)
+    if dialect.rows <= CHUNK and not codes:
         return {}
     types: dict[str, set[str]] = {name: set() for name in dialect.columns}
     with pandas.read_csv(path, chunksize=CHUNK, **dialect.options, **EMPTY) as chunks:
@@ -353,9 +359,41 @@ def types_that_differ(path: Path, dialect: Dialect) -> dict[str, str]:
             for name in types:
                 kind = "null" if chunk[name].isna().all() else str(chunk[name].dtype)
                 types[name].add(kind if kind in _TYPES else "string")
-    if all(len(kinds) == 1 for kinds in types.values()):
+    if all(len(kinds) == 1 for kinds in types.values()) and not codes:
         return {}
-    return {name: _joint(kinds) for name, kinds in types.items()}
+    return {name: "string" if name in codes else _joint(kinds) for name, kinds in types.items()}
+
+
+def _codes(path: Path, dialect: Dialect) -> list[str]:
+    """Columns of whole numbers of which some differ in zeros in front alone: classes of their own.
+
+    They stay as they are written. `01` to `12` are numbers still: no two of them become one.
+    """
+    import pandas
+
+    with path.open("rb") as file:
+        if not any(map(_MAY_BE_PADDED.search, file)):
+            return []
+    options = {**dialect.options, **EMPTY, "dtype": str}
+    padded = dict.fromkeys(dialect.columns, False)  # columns of whole numbers; whether some are
+    with pandas.read_csv(path, chunksize=CHUNK, **options) as chunks:
+        for chunk in chunks:
+            for name in [*padded]:
+                cells = chunk[name].dropna().str.strip()
+                if not cells.str.fullmatch(_WHOLE).all():
+                    del padded[name]
+                elif cells.str.match(_PADDED).any():
+                    padded[name] = True
+    names = [name for name, some in padded.items() if some]
+    if not names:
+        return []
+    columns = pandas.read_csv(path, **{**options, "usecols": names})
+    written = {name: {*columns[name].dropna().str.strip()} for name in names}
+    return [
+        name
+        for name, forms in written.items()
+        if len({_PADDED.sub(r"\1", form) for form in forms}) < len(forms)
+    ]
 
 
 def _joint(kinds: set[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -92,16 +92,24 @@ def is_independent(config: Any) -> bool:
 def matched(labels: Sequence[str], classes: Classes, data: str) -> Match:
     """Find the label of a head for each class of data.
 
-    It is the one of the same name (case and what parts words do not count, `LABEL_3` is called 3),
-    else of the same number. Numbers that count from 1 to the number of labels are moved by one.
-    Where there are only other names, the order decides, and that is doubted.
+    It is the one of the same name (case and what parts words do not count, `LABEL_3` is called 3,
+    and `03` is too, unless `3` is another label), else of the same number. Numbers that count from
+    1 to the number of labels are moved by one. Where there are only other names, the order decides,
+    and that is doubted.
     """
     names = [classes.names[index] for index in classes.used]
-    places = {_called(name): index for index, name in enumerate(labels)}
+    called_as = _comparison(labels, names)
+    places = {called_as(name): index for index, name in enumerate(labels)}
     is_clear = len(places) == len(labels)
-    called = [_called(name) for name in names]
+    called = [called_as(name) for name in names]
     if is_clear and len({*called}) == len(called) and {*called} <= {*places}:
-        return _match(classes, [places[name] for name in called], "name")
+        doubt = None
+        if called_as is _as_written and classes.numbers:
+            doubt = (
+                f"labels of the model differ in zeros in front alone ({few(labels)}), the data has "
+                f"numbers, which are taken for those without: {_END}"
+            )
+        return _match(classes, [places[name] for name in called], "name", doubt)
     if len(labels) < len(names):
         raise DataError(
             f"the model's head has {counted(len(labels), 'label')}, but `{data}` has {len(names)} "
@@ -115,7 +123,7 @@ def matched(labels: Sequence[str], classes: Classes, data: str) -> Match:
         return _match(classes, range(len(names)), "index", _doubt_of_order(labels, names))
     match = _by_number(labels, classes, data)
     for index, name in zip(classes.used, called, strict=True):
-        if name in shared and _called(labels[match.labels[index]]) != name:
+        if name in shared and called_as(labels[match.labels[index]]) != name:
             raise _disagree(labels, names, data, classes.names[index])
     return match
 
@@ -198,17 +206,34 @@ def order_of(labels: Sequence[str], names: Sequence[str]) -> list[int] | None:
 
     None where they have other names, or not as many.
     """
-    places = {_called(name): index for index, name in enumerate(names)}
+    called_as = _comparison(labels, names)
+    places = {called_as(name): index for index, name in enumerate(names)}
     if len(labels) != len(names):
         return None
-    if len(places) == len(names) and {*map(_called, labels)} == {*places}:
-        return [places[_called(name)] for name in labels]
+    if len(places) == len(names) and {*map(called_as, labels)} == {*places}:
+        return [places[called_as(name)] for name in labels]
     return [*range(len(labels))] if are_numbers(labels) or are_numbers(names) else None
+
+
+def _comparison(*lists: Sequence[str]) -> Callable[[str], str | int]:
+    """Decide what names are compared by: numbers as they are written where two would be the same.
+
+    So `01` and `1` stay apart where a list has both, and are one number where none has.
+    """
+    for names in lists:
+        numbers = [item for item in map(_called, names) if isinstance(item, int)]
+        if len({*numbers}) < len(numbers):
+            return _as_written
+    return _called
+
+
+def _as_written(name: str) -> str:
+    return _PARTING.sub(" ", name.casefold()).strip()
 
 
 def _called(name: str) -> str | int:
     number_of = _NUMBER.fullmatch(name.strip())
-    return int(number_of[1]) if number_of else _PARTING.sub(" ", name.casefold()).strip()
+    return int(number_of[1]) if number_of else _as_written(name)
 
 
 def _inner_number(name: str) -> int | None:

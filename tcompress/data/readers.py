@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tcompress.data.dialects import EMPTY, dialect_of, types_that_differ
+from tcompress.data.dialects import EMPTY, dialect_of, types_of
 from tcompress.data.folders import (
     IMAGES,
     METADATA,
@@ -165,7 +165,7 @@ def read_file(path: Path, split: str, cache: Path) -> Any:
         dialect = dialect_of(plain, path.name, usual)
         if not dialect.rows:
             raise without_rows(str(path))
-        types = types_that_differ(plain, dialect)
+        types = types_of(plain, dialect)
         features = {name: datasets.Value(kind) for name, kind in types.items()}
         typed: Any = {"features": datasets.Features(features)} if features else {}
         rows = _built("csv", plain, cache, **dialect.options, **EMPTY, **typed)

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 
 from torch import nn
 
@@ -53,7 +55,7 @@ from tcompress.planning.sites import (
     with_guard,
 )
 from tcompress.roles import Block, Layer, Part, Roles
-from tcompress.structures import Refusal, Site
+from tcompress.structures import Refusal, Site, Spec
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import Channels, PartLayout, factor_layouts
 
@@ -374,7 +376,13 @@ def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | N
         vocabulary=source.vocabulary,
         parameters=sum(p.numel() for p in model.parameters()) + source.rows_gone,
         block_parameters=sum(parameter.numel() for parameter in in_blocks),
-        warnings=(*source.notes, *roles.warnings, *attention_notes, *_notes(planner)),
+        warnings=(
+            *source.notes,
+            *roles.warnings,
+            *attention_notes,
+            *_notes(planner),
+            *_unused_options(planner, embeddings),
+        ),
     )
 
 
@@ -409,6 +417,19 @@ def _notes(planner: _Planner) -> Iterator[str]:
             f"{len(dark)} stacks of experts ({names}) are fitted without data: their module routes"
             " tokens in a way of its own"
         )
+
+
+def _unused_options(planner: _Planner, embeddings: Sequence[LayerPlan]) -> Iterator[str]:
+    """Say once which options do nothing in all that they were given for."""
+    recipe, path = planner.recipe, partial(path_of, planner.source)
+    users = [(planner.choices[path(entry)].method, entry) for entry in planner.layers]
+    users += [(recipe.embeddings.method, entry) for entry in embeddings if recipe.embeddings]
+    methods: list[Spec] = []  # with `modes` one has no hash
+    for method, _ in users:
+        if method not in methods:
+            methods.append(method)
+            parts = chain(*(entry.parts for other, entry in users if other == method))
+            yield from method.unused([part.terms[0] for part in parts])
 
 
 def _nothing_to_do(planner: _Planner) -> PlanError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import cycle
@@ -93,6 +93,14 @@ class Spec(Options):
     def clipped(self, layout: Any) -> str | None:
         """Says which of these numbers a layout has less of, since its shape admits no more."""
         return None
+
+    def unused(self, layouts: Sequence[Any]) -> Iterator[str]:
+        """Says which of these options none of the layouts follows, and what each would need.
+
+        Layouts, at least one, are all that were planned with these options. Nothing is said of
+        options that have their default.
+        """
+        yield from ()
 
 
 Side = Literal["in", "out"]

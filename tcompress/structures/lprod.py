@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, gcd, log2
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -139,6 +139,20 @@ class LprodSpec(Spec):
         if self.tubal_rank is None or layout.tubal_rank is not None:
             return None
         return f"a tubal rank of {self.tubal_rank} became whole slices, which take no more"
+
+    def unused(self, layouts: Sequence[Any]) -> Iterator[str]:
+        kind = layouts[0].transform  # the same in all
+        needs = f"does nothing: it needs `transform: fitted`, not `{kind}`"
+        if self.block is not None and kind != "fitted":
+            yield f"`block` {self.block} {needs}"
+        if self.stages != type(self).model_fields["stages"].default and kind != "fitted":
+            yield f"`stages` {self.stages} {needs}"
+        given = f"`placement` {self.placement} does nothing"
+        if self.placement is not None and kind == "identity":
+            yield f"{given}: it needs a transform, not `identity`"
+        elif self.placement is not None and self.placement != layouts[0].placement:
+            side = "on both sides" if kind == "dft" else "on one side"
+            yield f"{given}: `{kind}` is always {side}, and it needs another `transform`"
 
     def settled(self, *, calibrated: bool) -> Self:
         if self.transform is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf, prod
@@ -90,6 +90,16 @@ class TTSpec(Spec):
 
     def clipped(self, layout: Any) -> str | None:
         return clip_note(self.rank, layout.ranks)
+
+    def unused(self, layouts: Sequence[Any]) -> Iterator[str]:
+        widths = sorted({width for layout in layouts for width in layout.chain_widths})
+        for width, modes in self.modes.items():
+            if width not in widths:
+                given = f"`modes` {width}={'x'.join(map(str, modes))}"
+                have = ", ".join(map(str, widths))
+                yield f"{given} does nothing: it needs a width of {width}, and there are {have}"
+        if self.chains == "heads" and all(layout.chains == 1 for layout in layouts):
+            yield "`chains` heads does nothing: it needs projections of attentions of several heads"
 
     @model_validator(mode="after")
     def _without_modes_of_its_own(self) -> TTSpec:

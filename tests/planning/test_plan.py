@@ -189,6 +189,41 @@ def test_ranks_that_shapes_do_not_admit_are_told(
     assert "shapes admit" not in "".join(planned("bert", method={"name": "tt", "rank": 4}).warnings)
 
 
+@pytest.mark.parametrize(
+    ("method", "notes"),
+    [
+        (
+            {"name": "lprod", "transform": "dct", "block": 8, "stages": 3, "placement": "in"},
+            ["`block` 8 does nothing: it needs `transform: fitted`, not `dct`", "`stages` 3 does"],
+        ),
+        ({"name": "lprod", "transform": "dft", "placement": "in"}, ["`dft` is always on both"]),
+        ({"name": "lprod", "transform": "identity", "placement": "in"}, ["it needs a transform"]),
+        ({"name": "lprod", "transform": "fitted", "placement": "both"}, ["always on one side"]),
+        ({"name": "lprod", "transform": "fitted", "block": 8, "stages": 3, "placement": "in"}, []),
+        (
+            {"name": "tt", "rank": 4, "modes": {32: [4, 8], 48: [6, 8]}},
+            ["`modes` 48=6x8 does nothing: it needs a width of 48, and there are 32, 64"],
+        ),
+        ({"name": "tt", "rank": 4, "chains": "heads"}, []),
+    ],
+)
+def test_options_that_do_nothing_are_told_once(
+    method: dict[str, Any], notes: list[str], planned: Planned
+) -> None:
+    told = [text for text in planned("bert", method=method).warnings if "does nothing" in text]
+    assert len(told) == len(notes)
+    assert all(note in text for note, text in zip(notes, told, strict=True))
+
+
+def test_options_of_rules_and_tables_that_do_nothing_are_told(planned: Planned) -> None:
+    rule = {"match": "up", "method": {"name": "lprod", "transform": "dct", "block": 8}}
+    chains = {"name": "tt", "rank": 4, "chains": "heads"}
+    table = {"method": {"name": "tt", "modes": {48: [6, 8]}}, "target": 0.5}
+    plan = planned("bert", method=chains, only=["up", "down"], layers=[rule], embeddings=table)
+    told = [text.split(" does nothing")[0] for text in plan.warnings if "does nothing" in text]
+    assert told == ["`block` 8", "`chains` heads", "`modes` 48=6x8"]
+
+
 def test_layers_that_would_not_shrink_are_left(planned: Planned) -> None:
     plan = planned("bert", method={"name": "svd", "rank": 16})
     assert set(by_role(plan)) == {"up", "down"}

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tcompress.artifact.averages import main_of
-from tcompress.artifact.manifest import Metric, read_manifest
+from tcompress.artifact.checksums import changed_since
+from tcompress.artifact.manifest import Manifest, Metric, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output, tidy
 from tcompress.conversion.converter import convert
 from tcompress.data.tables import check_data
-from tcompress.errors import InputError, Problems
+from tcompress.errors import InputError, Problems, listed
 from tcompress.evaluation.measuring import check_measurement, evaluate
 from tcompress.evaluation.scores import ModelScores, Threshold, document
 from tcompress.files import check_page
@@ -87,7 +89,8 @@ def run_recipe(
 
     Where something is trained, the converted model is kept beside the result; by default its folder
     has the output's name and `-converted`. Run again, finished stages are not repeated, unless
-    `again` says so. With `force`, folders that hold something else are replaced.
+    `again` says so. With `force`, folders that hold something else are replaced, and models whose
+    data has changed since.
     """
     output = Path(output).expanduser().absolute()
     before = output
@@ -200,6 +203,8 @@ class _Run:
     progress: Progress
     say: Say
     statistics: Statistics | None = None
+    made: dict[Path, bool] = field(default_factory=dict)
+    """Whether folders were made before; large data takes seconds to look at."""
 
     @property
     def models(self) -> list[Path]:
@@ -241,7 +246,7 @@ class _Run:
         for folder, lacks in written:
             with problems.collected():
                 if lacks:
-                    check_output(folder, force=self.force)
+                    check_free(folder, force=self.force)
         runs: list[tuple[Finetune, list[SourceModel]]] = []
         with problems.collected():
             pick_device(recipe.convert.device)
@@ -303,18 +308,22 @@ class _Run:
 
     def _is_made(self, folder: Path) -> bool:
         """Return whether a folder holds what this recipe makes there, of the same weights."""
-        runs = [] if folder == self.outcome.converted else self._trainings
-        runs = runs[:1] if folder == self._pretrained else runs
-        return not self.again and is_made(folder, self.source, self.recipe.convert, runs)
+        if folder not in self.made:
+            runs = [] if folder == self.outcome.converted else self._trainings
+            runs = runs[:1] if folder == self._pretrained else runs
+            made = not self.again and is_made(folder, self.source, self.recipe.convert, runs)
+            self.made[folder] = made
+        return self.made[folder]
 
 
 def is_made(
     folder: Path, source: SourceModel, recipe: Convert, runs: Sequence[Finetune] = ()
 ) -> bool:
-    """Return whether a folder holds what a conversion and trainings make of a model's weights."""
-    manifest = None
-    with suppress(InputError):  # it is damaged
-        manifest = read_manifest(folder)
+    """Return whether a folder holds what a conversion and trainings make of a model's weights.
+
+    Local data counts as it is now, where it still is, and where the model says what it was.
+    """
+    manifest = _manifest(folder)
     if manifest is None:
         return False
     trained = [run.settings for run in manifest.training[-max(1, len(runs)) :]]
@@ -323,4 +332,34 @@ def is_made(
         trained == [run.model_dump(mode="json", exclude_defaults=True) for run in runs]
         and manifest.recipe == recipe.model_dump(mode="json")
         and manifest.source.fingerprint == source.store.fingerprint()
+        and not _changed_data(manifest)
     )
+
+
+def check_free(folder: Path, *, force: bool) -> None:
+    """Refuse a folder that is not empty, as `check_output`; say so if its data has changed.
+
+    Raises:
+        InputError: Something is there, and may not be replaced.
+    """
+    manifest = None if force else _manifest(folder)
+    if manifest is not None and (names := _changed_data(manifest)):
+        raise InputError(
+            f"{listed(names)} changed after `{folder}` was made of it",
+            f"do all of it again with `--force`, remove `{folder.name}` to make that alone, or "
+            "choose another folder with `-o`",
+        )
+    check_output(folder, force=force)
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    """Return what is recorded of a model; None if that is nothing, or damaged."""
+    with suppress(InputError):
+        return read_manifest(folder)
+    return None
+
+
+def _changed_data(manifest: Manifest) -> list[str]:
+    """List the files and folders of data that a model was made of, and that are others now."""
+    stages = [manifest.calibration.files, *(run.files for run in manifest.training)]
+    return [*dict.fromkeys(chain.from_iterable(map(changed_since, stages)))]

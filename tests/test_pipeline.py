@@ -1,12 +1,13 @@
 """`tcompress run` with a whole recipe: convert, train, measure, report."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tcompress.artifact.manifest import read_manifest
+from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.models import SourceModel
 from tcompress.pipeline import dense_folder
 from tests.support.cli import Ran, error, run
@@ -55,6 +56,48 @@ def test_a_whole_recipe_and_the_same_again() -> None:
     forced = _run("--force")
     assert forced.lines[-2:] == ["Wrote `made`.", "Report: `made.html`."]
     assert Path("made/model.safetensors").stat().st_mtime_ns > before
+
+
+def _add_a_row() -> None:
+    path = Path("rows.jsonl")
+    path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
+
+
+def test_training_data_that_has_changed() -> None:
+    _recipe(evaluate=[], report=None)
+    assert _run().code == 0
+    _add_a_row()
+    done = _run()
+    assert (done.code, done.out) == (2, "")
+    assert done.err == error(
+        f"`rows.jsonl` changed after `{Path('made').absolute()}` was made of it",
+        "do all of it again with `--force`, remove `made` to make that alone, or choose another "
+        "folder with `-o`",
+    )
+    shutil.rmtree("made")
+    again = _run()
+    assert "made-converted" not in again.err
+    assert again.lines[-1] == "Wrote `made`."
+    manifest = read_manifest(Path("made"))
+    manifest.training[0].files = {}  # as in older ones
+    write_manifest(Path("made"), manifest)
+    _add_a_row()
+    assert _run().lines[-1] == "Kept `made`."
+
+
+def test_calibration_data_that_has_changed() -> None:
+    data = {"source": "rows.jsonl", "samples": 8}
+    _recipe(
+        convert={"method": "svd", "target": 0.5, "calibration": data},
+        finetune=None,
+        evaluate=[],
+        report=None,
+    )
+    assert _run().code == 0
+    assert "Kept `made`." in _run().lines
+    _add_a_row()
+    assert "`rows.jsonl` changed after" in _run().err
+    assert _run("--force").code == 0
 
 
 def test_results_name_the_folder_that_was_given() -> None:

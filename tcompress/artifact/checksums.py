@@ -6,7 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,11 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def stamp_of(name: str) -> Any:
-    """Changes with a local file or folder that is named; of all other names nothing is known."""
+def stamp_of(name: str) -> str | None:
+    """Changes with a local file or folder that is named; None for all other names.
+
+    Of a file it is the SHA-256; of a folder, which may be large, that of names, sizes and times.
+    """
     path = Path(name).expanduser()
     if name and path.is_file():
         return digest_of(path)
@@ -34,7 +37,20 @@ def stamp_of(name: str) -> Any:
     # Hidden files are no data: a run that is unfinished may keep its own there.
     named = (item for item in path.rglob("*") if "/." not in f"/{item.relative_to(path)}")
     files = sorted(item for item in named if item.is_file())
-    return [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    facts = [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def stamps_of(names: Iterable[str]) -> dict[str, str]:
+    """Stamp the local files and folders among names of data, by name."""
+    stamps = {name: stamp_of(name) for name in names}
+    return {name: stamp for name, stamp in stamps.items() if stamp is not None}
+
+
+def changed_since(stamps: Mapping[str, str]) -> list[str]:
+    """List names of files and folders that are others now; those that are gone count as same."""
+    now = stamps_of(stamps)
+    return [name for name, stamp in stamps.items() if now.get(name, stamp) != stamp]
 
 
 def is_whole(path: Path, checksum: str | None) -> bool:

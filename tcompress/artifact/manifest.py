@@ -57,6 +57,7 @@ class CalibrationFacts(_Section):
     held_out_samples: int = 0
     tokens: int = 0
     fingerprint: str | None = None
+    files: dict[str, str] = {}  # stamps of local files and folders by name; older ones lack them
     # Change of the output per sample held out, by source, where there are several: the squared
     # distance of embeddings or states, or twice the Kullback-Leibler divergence of scores.
     changes: dict[str, float] = {}
@@ -220,6 +221,7 @@ class TrainingFacts(_Section):
     teacher: str | None = None  # the model that was imitated, if any; several as `one + other`
     data: str
     data_fingerprint: str | None = None
+    files: dict[str, str] = {}  # stamps of local files and folders by name; older ones lack them
     objectives: dict[str, float]
     settings: dict[str, Any]
     steps: int

@@ -80,7 +80,9 @@ def perform(job: Job, *, again: bool = True) -> None:
     if is_there:
         if _show_kept(job, source, folder):
             return
-        check_output(folder, force=False)
+        from tcompress.pipeline import check_free
+
+        check_free(folder, force=False)
     from tcompress.conversion.converter import convert
     from tcompress.hf.opening import pick_device
 

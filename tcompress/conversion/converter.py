@@ -24,7 +24,7 @@ import torch
 
 import tcompress
 from tcompress import processes
-from tcompress.artifact.checksums import is_whole
+from tcompress.artifact.checksums import is_whole, stamps_of
 from tcompress.artifact.format import needed_version, plan_shards, write_index, write_shard
 from tcompress.artifact.manifest import (
     CalibrationFacts,
@@ -120,6 +120,8 @@ def convert(
             f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
             "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
         )
+    # Before they are read: what is changed while this runs, was not read.
+    files = {} if data is not None else stamps_of(recipe.calibration.source)
     if recipe.vocab is not None:
         source = with_vocabulary(source, recipe, times)
     if recipe.calibration.mixed_precision == "bf16":
@@ -158,7 +160,12 @@ def convert(
         times.resume(workdir.seconds(), workdir.keep_seconds)
         parts = (source, recipe.within_blocks, plan, data, workdir, device)
         conversion = Conversion(
-            *parts, progress=times, dense=source, full_recipe=recipe, statistics=statistics
+            *parts,
+            progress=times,
+            dense=source,
+            full_recipe=recipe,
+            statistics=statistics,
+            files=files if plan.reads_data or plan.vocabulary else {},
         )
         processes.first(lambda: check_room(conversion))
         manifest = _fit_and_write(choose(conversion), paper)
@@ -427,7 +434,7 @@ def _write_model(conversion: Conversion, fits: Fits, paper: Sequence[PaperRow]) 
         source=_source_facts(source, conversion.whole, plan),
         recipe=recipe.model_dump(mode="json"),
         plan=plan,
-        calibration=_calibration_facts(conversion.data, fits.comparison),
+        calibration=_calibration_facts(conversion, fits.comparison),
         fit=dict(sorted(fits.errors.items())),
         checksums=checksums,
         seconds=times.total,
@@ -476,17 +483,19 @@ def _source_facts(source: SourceModel, dense: SourceModel, plan: Plan) -> Source
 
 
 def _calibration_facts(
-    data: CalibrationData | None, comparison: OutputComparison | None
+    conversion: Conversion, comparison: OutputComparison | None
 ) -> CalibrationFacts:
     """Say what a fit looked at, and what came of outputs by source."""
+    data, files = conversion.data, dict(conversion.files)
     if data is None:
-        return CalibrationFacts(name="none")
+        return CalibrationFacts(name="none", files=files)
     return CalibrationFacts(
         name=data.name,
         samples=data.samples,
         held_out_samples=sum(samples_in(data.batches[index]) for index in data.holdout),
         tokens=data.tokens,
         fingerprint=data.fingerprint,
+        files=files,
         changes=comparison.changes if comparison else {},
         agreement=comparison.agreement if comparison else {},
     )

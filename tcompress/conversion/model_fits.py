@@ -70,6 +70,7 @@ class Conversion(SearchInputs):
     dense: SourceModel  # what outputs are compared with, with all its blocks
     full_recipe: Convert  # with the choice of blocks, and what is asked of the whole model
     statistics: Statistics | None = None  # what other conversions of the model have measured
+    files: Mapping[str, str] = field(default_factory=dict)  # stamps of those that it reads
 
     @property
     def whole(self) -> SourceModel:

@@ -163,8 +163,7 @@ def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> li
     names = [*recipe.convert.calibration.source] if converts else []
     for training in (recipe.pretrain, recipe.finetune) if trains else ():
         if training is not None:
-            data = training.data
-            names += [*data.source, *([] if data.validation is None else [data.validation])]
+            names += training.data.names
     return [*names, *(name for item in recipe.evaluate for name in item.data)]
 
 

@@ -59,6 +59,11 @@ class TrainingData(Section):
     )
     validation_samples: int = option(1000, "most examples to validate on", gt=0, off=True)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all data, of that to validate on too."""
+        return (*self.source, *filter(None, [self.validation]))
+
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
         if self.weights and len(self.weights) != len(self.source):

@@ -262,6 +262,7 @@ class _Run:
             teacher=" + ".join(teacher.id for teacher in self.teachers if setup.imitates) or None,
             data=setup.data.name,
             data_fingerprint=setup.data.fingerprint,
+            files=dict(setup.data.files),
             objectives={objective.name: weight for objective, weight in setup.objectives},
             settings=options.model_dump(mode="json", exclude_defaults=True),
             steps=state.step,

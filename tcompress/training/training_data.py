@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tcompress.artifact.checksums import stamps_of
 from tcompress.data import calibration, tables
 from tcompress.data.chats import ChatWriter
 from tcompress.data.examples import Examples, Needs, check_columns, load_examples
@@ -40,6 +41,7 @@ class Data:
     validation: Encoded
     name: str
     fingerprint: str
+    files: Mapping[str, str]  # stamps of local files and folders, from before they were read
     labels: Classes
     pad: int
     held: dict[str, Encoded] = field(default_factory=dict)
@@ -63,6 +65,7 @@ def load_data(
     With `variants`, texts that mixtures of weights are compared on are followed by themselves
     without some of their words.
     """
+    files = stamps_of(options.names)
     encoder = ExampleEncoder.of(source, task, seed, options.max_length)
     reader = ExampleReader(encoder, options, teacher, progress or Silent())
     parts = reader.training()
@@ -93,6 +96,7 @@ def load_data(
         validated,
         training.name,
         digest,
+        files,
         training.labels,
         encoder.texts.pad if encoder.texts else 0,
         encoder.by_source(compared, variants=variants),

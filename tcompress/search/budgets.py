@@ -141,6 +141,10 @@ class BudgetProblem:
         )
         return ceil(max(shares, default=0.0) * sum(site.dense[unit] for site in sites))
 
+    def most(self, unit: str) -> int:
+        """Return what the layers that have candidates take of a resource as they are."""
+        return sum(site.dense[unit] for site in self.predictions.layers)
+
     def dense(self) -> Plan:
         """Return the plan that leaves all layers as they are that have candidates."""
         forms: dict[str, LayerForm | None] = {site.key: None for site in self.predictions.layers}

@@ -161,28 +161,37 @@ class Resource(ABC):
         budget, tried = problem.recipe.resource_budget, list[tuple[Plan, float]]()
         assert budget is not None
         reduction, least = self.asked(budget), problem.least(self.unit)
+        most = problem.most(self.unit)
 
         def placed(room: float) -> float:
             over = max((ratio / reduction - 1 for _, ratio in tried), default=0.0)
             if over < 0 and len(tried) >= (2 if over < -FAR else TRIES - 2):
                 room = least  # whether it can be reached at all
-            return max(least, round(room))
+            return max(least, min(most, round(room)))
+
+        def fine() -> list[tuple[Plan, float]]:
+            return [item for item in tried if item[1] >= reduction * (1 - CLOSE)]
 
         taken: dict[float, float] = {}
         aim = self.dense / reduction / (1 + CLOSE / 2)
         for room in approach(taken, problem.room, aim, placed):
-            plan = replace(problem, room=round(room)).best()
+            try:
+                plan = replace(problem, room=round(room)).best()
+            except PlanError:
+                if not fine():
+                    raise
+                taken[room] = self.dense  # with so much room all layers stay as they are
+                continue
             tried.append((plan, self.ratio(plan)))
             taken[room] = self.dense / tried[-1][1]
             # Another try tells less than the last ones where the machine is not at rest.
-            most = CLOSE * len(tried) if len(tried) <= TRIES // 2 else inf
-            if any(-CLOSE <= ratio / reduction - 1 <= most for _, ratio in tried):
+            above = CLOSE * len(tried) if len(tried) <= TRIES // 2 else inf
+            if any(-CLOSE <= ratio / reduction - 1 <= above for _, ratio in tried):
                 break
-        fine = [item for item in tried if item[1] >= reduction * (1 - CLOSE)]
-        if not fine:
+        if not fine():
             plan, ratio = max(tried, key=lambda item: item[1])
             raise (self.whole or self).out_of_reach(budget, plan, self.fewer * ratio)
-        plan, ratio = min(fine, key=lambda item: (item[1] < reduction, item[1]))
+        plan, ratio = min(fine(), key=lambda item: (item[1] < reduction, item[1]))
         return plan.with_facts(self.facts_of(ratio))
 
 

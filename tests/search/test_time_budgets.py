@@ -149,6 +149,9 @@ class _PaperProblem:
     def least(self, _: str) -> int:
         return 1_000_000
 
+    def most(self, _: str) -> int:
+        return 900_000_000
+
     def best(self) -> "_PaperProblem":
         return self
 
@@ -171,6 +174,30 @@ def test_models_slower_or_faster_than_their_layers_are_no_faster_than_asked_for(
     facts: Any = Time(clock, entries={}, threads=1).reach(problem)
     speed = facts["speedup"]
     assert 4 * 0.98 <= speed <= 4 * 1.06
+
+
+@dataclass(frozen=True)
+class _DenseAbove(_PaperProblem):
+    """The same, refused where there is room for all layers as they are."""
+
+    def best(self) -> "_PaperProblem":
+        if self.room >= self.most(""):
+            raise PlanError("every layer stays dense", "allow less")
+        return self
+
+
+@pytest.mark.parametrize("saved", [4, 8])
+def test_a_try_with_room_for_all_layers_ends_no_search(saved: float) -> None:
+    """Models save `saved` times what their layers save by themselves."""
+
+    def speedups(plan: _PaperProblem) -> list[float]:
+        return [1 / max(0.1, 1 - saved * (0.9 - plan.room * 1e-9))]
+
+    clock: Any = SimpleNamespace(seconds=1.0, speedups=speedups, work="4x8")
+    recipe = SimpleNamespace(resource_budget=Budget("speedup", 1.1))
+    problem: Any = _DenseAbove(recipe, round((1 / 1.1 - 0.1) * 1e9))
+    facts: Any = Time(clock, entries={}, threads=1).reach(problem)
+    assert 1.1 * 0.98 <= facts["speedup"] <= 1.1 * 1.06
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tcompress.data.inputs import IGNORED
 from tcompress.training.batches import Encoded, in_order, loader, model_inputs, on_device, pins
 from tcompress.training.objectives import (
     Batch,
+    Objective,
     Observed,
     Similarities,
     Unit,
@@ -50,7 +52,9 @@ def _counts(batch: Batch) -> dict[Unit, float]:
     if labels is not None:  # a score may have any value
         targets = float(labels.numel() if labels.is_floating_point() else (labels != IGNORED).sum())
     examples, tokens = float(examples_in(batch)), float(tokens_in(batch))
-    return {"examples": examples, "tokens": tokens, "targets": targets}
+    mask = batch.get("decoder_attention_mask")
+    decoded = tokens if mask is None else float(mask.sum())
+    return {"examples": examples, "tokens": tokens, "decoded": decoded, "targets": targets}
 
 
 def pieces(batch: Batch, parts: int) -> Iterator[Batch]:
@@ -194,8 +198,9 @@ class Losses:
     def _loss(self, batch: Batch, counts: Mapping[Unit, Tensor], teacher: Observed) -> Tensor:
         student = self._student(batch)
         terms = [
-            weight * objective.loss(batch, student, teacher) / counts[objective.unit]
+            weight * total / counts[unit]
             for objective, weight in self.setup.objectives
+            for unit, total in objective.sums(batch, student, teacher).items()
         ]
         if isinstance(self.model, DistributedDataParallel):
             # It waits for gradients of all parameters, also of those that no term depends on.
@@ -234,7 +239,7 @@ class Losses:
             for objective, share in self.setup.objectives
             if self.setup.task is None or objective.name == "task"
         ] or self.setup.objectives
-        sums: list[list[Tensor]] = [[] for _ in chosen]
+        sums = defaultdict[tuple[Objective, Unit], list[Tensor]](list)
         vectors: list[tuple[Tensor, Tensor]] = []
         counts = dict.fromkeys(get_args(Unit), 0.0)
         for batch in batches:
@@ -242,20 +247,22 @@ class Losses:
             with self._unread_masks(batch), self.accelerator.autocast():
                 teacher = self.teachers.of_batch(moved, self.setup.data.validation)
                 student = self._student(moved)
-            for losses, (objective, _) in zip(sums, chosen, strict=True):
+            for objective, _ in chosen:
                 if isinstance(objective, Similarities):
                     vectors.append(objective.vectors(moved, student, teacher))
-                else:
-                    losses.append(objective.loss(moved, student, teacher))
+                    continue
+                for unit, total in objective.sums(moved, student, teacher).items():
+                    sums[objective, unit].append(total)
             counts = {unit: count + counts[unit] for unit, count in _counts(batch).items()}
-        for losses, (objective, _) in zip(sums, chosen, strict=True):
+        for objective, _ in chosen:
             if isinstance(objective, Similarities):  # of all texts, however they come in batches
                 both = [torch.cat(side) for side in zip(*vectors, strict=True)]
-                losses.append(objective.between(*both, *both))
+                sums[objective, objective.unit].append(objective.between(*both, *both))
+        shares = dict(chosen)
         # Of newer Pythons `sum` would round losses of batches in another way.
         return sum(
-            share * reduce(add, torch.stack(losses).tolist()) / max(1.0, counts[objective.unit])
-            for (objective, share), losses in zip(chosen, sums, strict=True)
+            shares[objective] * reduce(add, torch.stack(losses).tolist()) / max(1.0, counts[unit])
+            for (objective, unit), losses in sums.items()
         )
 
     def _score(self, task: TrainingTask, batches: Iterable[Batch]) -> float:

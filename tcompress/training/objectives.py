@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -187,7 +188,9 @@ def token_weights(batch: Mapping[str, Tensor], state: Tensor, *, decodes: bool =
     return mask if any(name in batch for name in _MASKS) else mask / mask.shape[1]
 
 
-Unit = Literal["examples", "tokens", "targets"]
+Unit = Literal["examples", "tokens", "decoded", "targets"]
+"""What a sum is divided by: `decoded` are tokens that a decoder reads, where there is one beside an
+encoder, and else all tokens."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,10 @@ class Objective(ABC):
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
         """Sum of the term over a batch; without a teacher what it computed is empty."""
 
+    def sums(self, batch: Batch, student: Observed, teacher: Observed) -> dict[Unit, Tensor]:
+        """Parts of the sum, by the units that each is of."""
+        return {self.unit: self.loss(batch, student, teacher)}
+
     def prepare(self, passes: Iterable[tuple[Batch, Observed]]) -> None:  # noqa: B027 - optional
         """Look at the teacher on some batches before training begins."""
 
@@ -245,7 +252,7 @@ class Logits(Objective):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        of_texts: Unit = "tokens" if setting.per_token else "examples"
+        of_texts: Unit = "decoded" if setting.per_token else "examples"
         self.unit = "targets" if setting.per_target else of_texts
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
@@ -280,16 +287,25 @@ class Hidden(Objective):
     """Relative squared error of each block's output, a mean over blocks.
 
     It is relative token by token, which keeps tokens with huge activations from hiding all others.
+    Those of a decoder's blocks are other ones, and more or fewer, than an encoder's.
     """
 
     name = "hidden"
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
+        return torch.stack([*self.sums(batch, student, teacher).values()]).sum()
+
+    def sums(self, batch: Batch, student: Observed, teacher: Observed) -> dict[Unit, Tensor]:
+        """Sums over tokens, of blocks of an encoder and of a decoder, over the number of blocks."""
         decodes = student.decodes or [False] * len(student.states)
         compared = [*zip(student.states, teacher.states, decodes, strict=True)]
         if student.final is not None and teacher.final is not None:
             compared.append((student.final, teacher.final, any(decodes)))
-        return torch.stack([self._relative_error(batch, *item) for item in compared]).mean()
+        errors = defaultdict[Unit, list[Tensor]](list)
+        for state, target, decoded in compared:
+            error = self._relative_error(batch, state, target, decoded)
+            errors["decoded" if decoded else "tokens"].append(error)
+        return {unit: torch.stack(own).sum() / len(compared) for unit, own in errors.items()}
 
     def _relative_error(self, batch: Batch, state: Tensor, target: Tensor, decodes: bool) -> Tensor:
         state, target = state.float(), target.float()
@@ -376,6 +392,10 @@ class Attention(Objective):
 
     name = "attention"
     needs_projections = True
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.unit = "decoded" if setting.causal else "tokens"
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
         kinds = [kind for kind in teacher.projections if kind in student.projections]

@@ -18,6 +18,7 @@ from tcompress.data.synthetic import COPY, copy_rows
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.own_models.architecture import open_architecture
+from tcompress.training.losses import _counts
 from tcompress.training.objectives import OBJECTIVES, Observed, Setting
 from tcompress.training.setup import set_up
 from tcompress.training.tasks import TASKS
@@ -141,6 +142,16 @@ def test_a_student_imitates_itself_perfectly_however_texts_are_padded(place: Pat
     logits[0].output.logits[0, 2, 0] = 9.0  # beyond the source's end, and not beyond the target's
     setting = Setting(per_token=True, per_target=True)
     assert float(OBJECTIVES["logits"](setting).loss(batch, *logits)) > 1
+
+
+def test_states_of_a_decoder_are_a_mean_over_its_own_tokens() -> None:
+    masks = [torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.tensor([[1, 0], [1, 1]])]
+    batch = dict(zip(("attention_mask", "decoder_attention_mask"), masks, strict=True))
+    states = [torch.ones(*mask.shape, 4) for mask in masks]
+    student = Observed(states=[states[0], 0.5 * states[1]], decodes=[False, True])
+    teacher = Observed(states=[2 * states[0], states[1]])
+    sums = OBJECTIVES["hidden"](Setting()).sums(batch, student, teacher)
+    assert sum(float(total) / _counts(batch)[unit] for unit, total in sums.items()) == 0.25
 
 
 # ------------------------------------------------------------- from scratch

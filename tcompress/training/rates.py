@@ -21,6 +21,7 @@ from tcompress.training.checkpoints import RunState
 from tcompress.training.losses import is_out_of_memory
 from tcompress.training.memory_limits import FittingLosses
 from tcompress.training.schedule import blocks_first, highest_rate
+from tcompress.training.setup import Setup
 
 EXAMPLES = 64
 """Examples that gradients are of, and as many others that losses are of."""
@@ -96,14 +97,24 @@ def tested_rate(fitting: FittingLosses, state: RunState) -> float | None:
     return None  # the first step says what to do
 
 
+def _tested(setup: Setup, count: int) -> Tensor:
+    """Choose the examples that gradients are of, and those that losses are of.  # (2, count).
+
+    Of several sources, which stand one after another, they are at equal distances: each has the
+    share that it has in training. One alone is in random order.
+    """
+    if len(setup.options.data.source) == 1:
+        return torch.arange(2 * count).unflatten(0, (2, count))
+    return (torch.arange(2 * count) * len(setup.data.train) // (2 * count)).unflatten(0, (-1, 2)).T
+
+
 def _rate_on(
     fitting: FittingLosses, state: RunState, count: int, size: int, *, keeps: bool
 ) -> float:
     """Find the rate on two times so many examples, of which `size` are read at once."""
     losses, setup = fitting.losses, fitting.losses.setup
     first, second = (
-        [part.tolist() for part in torch.arange(start, start + count).split(size)]
-        for start in (0, count)
+        [part.tolist() for part in examples.split(size)] for examples in _tested(setup, count)
     )
     losses.model.train()
     for batch in losses.on_host(setup.data.train, first):

@@ -1,5 +1,6 @@
 """The default rate of healing follows how close a model is to its teacher."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tcompress.training import loop
 from tcompress.training.losses import Losses
 from tcompress.training.rates import HALVINGS, MOVES, find_rate, rate_for
 from tcompress.training.schedule import HEALING_RATE
+from tests.support.model_folders import sentences, text_file
 from tests.support.training import settings, small_encoder, texts, train
 
 
@@ -77,6 +79,23 @@ def test_healing_tests_its_rate_and_goes_on_with_it(
     for index, given in enumerate(({"learning_rate": 5e-4}, {"stage": "blocks"})):
         train(model, tmp_path / str(index), **how, **given)
     assert tested[1:] == [None, None]
+
+
+def test_a_rate_is_tested_on_all_sources_in_their_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested, loss_on = [], Losses.loss_on
+
+    def heard(self: Losses, order: list[list[int]], *, keeps: bool = True) -> Any:
+        tested.extend(chain.from_iterable(order))
+        return loss_on(self, order, keeps=keeps)
+
+    files = [text_file(tmp_path / f"{name}.txt", sentences(80)) for name in "ab"]
+    data = {"source": files, "weights": (3, 1)}
+    monkeypatch.setattr(Losses, "loss_on", heard)
+    train(small_encoder(tmp_path), tmp_path / "out", steps=1, data=data)
+    assert len(tested) == 64
+    assert sum(index < 192 for index in tested) == 48  # of 3 x 64, and of 64
 
 
 def test_what_a_teacher_says_is_not_kept_where_memory_is_short(

@@ -122,12 +122,20 @@ class OutputSampler:
         How alike texts are that have much in common is what an embedding is used for; of others
         even poor models know as much. Other batches stay as they are.
         """
-        mask = batch.get("attention_mask")
-        if self.sentences is None or mask is None:
+        if not self._compares_variants(batch):
             return batch
+        mask = batch["attention_mask"]
         extended = {name: torch.cat([item] * VARIANTS) for name, item in batch.items()}
         extended["attention_mask"] = torch.cat([mask, *(_without_some(mask, s) for s in LEFT_OUT)])
         return extended
+
+    def samples_in(self, batch: Batch) -> int:
+        """Count the samples of a batch `with_variants`, which are no samples of their own."""
+        rows = len(next(iter(batch.values())))
+        return rows // VARIANTS if self._compares_variants(batch) else rows
+
+    def _compares_variants(self, batch: Batch) -> bool:
+        return self.sentences is not None and batch.get("attention_mask") is not None
 
     def pairs(self, dense: Any, new: Any, batch: Batch) -> tuple[Kind, list[_Pair]]:
         """Kind of two outputs, and the scores or vectors of both, with masks of tokens."""
@@ -331,8 +339,8 @@ class OutputComparison:
     differences: list[_Difference] = field(default_factory=list)
 
     def add(self, source: str, dense: Any, new: Any, batch: Batch, index: int = 0) -> float:
-        """Add what both models put out for a batch, and return its change per sample."""
-        change, samples = self.sampler.change(dense, new, batch), len(next(iter(batch.values())))
+        """Add what both put out for a batch `with_variants`; return its change per sample."""
+        change, samples = self.sampler.change(dense, new, batch), self.sampler.samples_in(batch)
         kind, pairs = self.sampler.pairs(dense, new, batch)
         same = scored = 0
         vectors: list[tuple[Tensor, Tensor]] = []

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.streams import Branch, PartialModel
-from tcompress.data.calibration import samples_in
 from tcompress.fitting.embeddings import count_words, fit_table
 from tcompress.fitting.layer_fits import dense_matrix
 from tcompress.hf.build import set_module
@@ -144,4 +143,4 @@ def _changes(inputs: SearchInputs, forms: Sequence[TableCandidate]) -> Iterator[
                 if exact.output is not None:
                     total += sampler.change(exact.output, new.output, exact.batch)
                     exact.output = new.output = None  # at once: logits are large
-        yield total / sum(map(samples_in, batches))
+        yield total / sum(map(sampler.samples_in, batches))

@@ -122,7 +122,7 @@ def changes_with(
             exact.output = None
         reached |= answers.keys()
         inputs.progress.advance(1, block.name)
-    samples = sum(map(samples_in, batches))
+    samples = sum(map(sampler.samples_in, batches))
     return [change / samples for change in changes.values()]
 
 

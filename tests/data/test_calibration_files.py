@@ -458,7 +458,9 @@ def test_a_report_says_what_the_fit_changed_on_each_source(
         ]
         with torch.no_grad():
             found = [sampler.change(dense(**batch), model(**batch), batch) for batch in own]
-        count = sum(len(batch["input_ids"]) for batch in own)
+        count = sum(
+            len(data.batches[i]["input_ids"]) for i in data.origins if data.origins[i] == name
+        )
         assert change == pytest.approx(sum(found) / count, rel=1e-3)
     agreement = done.manifest.calibration.agreement
     assert agreement.keys() == changes.keys()

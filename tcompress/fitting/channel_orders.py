@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tcompress.fitting.layer_fits import CURVATURE_DAMPING, MORE_DATA, dense_matrix
 from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
-from tcompress.linalg.fits import curved_constant, damped_curvature, diagonal_blocks
-from tcompress.linalg.moments import naming, safe_cholesky
+from tcompress.linalg.fits import damped_curvature, diagonal_blocks
+from tcompress.linalg.moments import naming, safe_cholesky, transposed_product
 from tcompress.models import SourceModel
 from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerPlan
@@ -251,8 +251,9 @@ def _whole(coupling: Coupling, statistics: BlockStatistics, damping: float) -> C
     reader = statistics[coupling.reader]
     weight = reader.weight.double()
     gram, curvature = _metrics(reader, damping)
-    constant = float(curved_constant(weight, weight @ gram, curvature))
-    target = safe_cholesky(curvature).mT @ weight @ gram
+    weighed = transposed_product(safe_cholesky(curvature), weight)
+    target = weighed @ gram
+    constant = float(weighed.mul(target).sum())
     if coupling.kind == "neurons":
         ordered = order_neurons(gram, target, constant)
     else:

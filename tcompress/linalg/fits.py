@@ -272,14 +272,6 @@ def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor
     return (curvature @ fitted).mul(fitted @ gram - 2 * product).sum((-2, -1))
 
 
-def curved_constant(weight: Tensor, product: Tensor, curvature: Tensor) -> Tensor:
-    """Returns tr(S W D W^T), which added to `curved_loss` makes it the whole predicted loss.
-
-    # W and W D (..., out, d), S (..., out, out) -> (...)
-    """
-    return (curvature @ weight).mul(product).sum((-2, -1))
-
-
 def singular_values(matrix: Tensor) -> Tensor:
     """Returns the singular values of a matrix, float64, the largest first.
 
@@ -294,7 +286,7 @@ def singular_values(matrix: Tensor) -> Tensor:
 def lowrank_losses(spectrum: Tensor, constant: Tensor | float) -> Tensor:
     """Returns the predicted loss of the best factors of ranks 0, 1, ..., n, never growing.
 
-    `constant`, of `curved_constant`, adds what no weight at all can reach.
+    `constant`, tr(S W D W^T), is lost without any weight; it adds what none can reach.
     """
     saved = spectrum.square()
     tails = torch.nn.functional.pad(saved.flip(-1).cumsum(-1).flip(-1), (0, 1))

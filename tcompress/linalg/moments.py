@@ -498,13 +498,13 @@ def fit_lowrank(
 def whitened(target: Tensor, inputs: Tensor | None, outputs: Tensor | None) -> Tensor:
     """Returns K^T (W C) L^-T of the roots L and K: errors are plain sums of squares there."""
     if outputs is not None:
-        target = _transposed_product(outputs, target)
+        target = transposed_product(outputs, target)
     if inputs is None:
         return target
     return torch.linalg.solve_triangular(inputs, target.mT, upper=False).mT
 
 
-def _transposed_product(lower: Tensor, matrix: Tensor) -> Tensor:
+def transposed_product(lower: Tensor, matrix: Tensor) -> Tensor:
     """Returns L^T M of a lower triangular L: of large ones, products with zeros are left out."""
     if lower.ndim > 2 or len(lower) <= LARGE:
         return lower.mT @ matrix

@@ -28,7 +28,7 @@ from tcompress.fitting.channel_orders import (
 )
 from tcompress.fitting.layer_fits import CURVATURE_DAMPING, MORE_DATA, dense_matrix
 from tcompress.fitting.workdir import narrowed
-from tcompress.linalg.fits import curved_constant, damped_curvature
+from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import naming, with_ridge
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
@@ -273,7 +273,8 @@ class Predictor:
             # The moments of inputs are damped, those of gradients are not.
             curve = damped_curvature(curvature[span, span], CURVATURE_DAMPING)
             target = Target(weight @ gram, gram, curvature=curve)
-            aim = target, float(curved_constant(weight, target.product, curve))
+            # K^T W G L^-T is K^T W L here: its squares add up to what is lost without the layer.
+            aim = target, float(target.whitened.square().sum())
             splits.append((site_of(block, layer, part), aim))
         unit = unit_of(recipe, inputs.source, entry, inputs.plan)
         dense = {PARAMETERS: entry.dense_parameters}

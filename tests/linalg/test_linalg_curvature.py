@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tcompress.linalg.fits import (
-    curved_constant,
     curved_loss,
     damped_curvature,
     fit_slices,
@@ -67,7 +66,8 @@ def test_loss_and_constant_are_those_of_rows() -> None:
     gram, cross, dense = new.T @ new / ROWS, x.T @ new / ROWS, x.T @ x / ROWS
     curvature = deltas.T @ deltas / len(deltas)
     total = curved_loss(fitted, weight @ cross, gram, curvature)
-    total = total + curved_constant(weight, weight @ dense, curvature)
+    without = Target(weight @ dense, dense, curvature=curvature)
+    total = total + without.whitened.square().sum()
     change = (x @ weight.T - new @ fitted.T) @ deltas.T  # every gradient with every row
     assert float(total) == pytest.approx(float(change.square().mean()))
 
@@ -110,7 +110,7 @@ def test_batches_are_fitted_one_by_one(shape: tuple[int, int, int]) -> None:
     curvature = torch.stack([_moment(shape[1], ROWS, seed + 9) for seed in range(3)])
     a, b = fit_lowrank(product, gram, 2, curvature)
     spectrum = Target(product, gram, curvature=curvature).spectrum
-    constants = curved_constant(product, product @ gram, curvature)
+    constants = 1.0 + spectrum.square().sum(-1)
     losses = lowrank_losses(spectrum, constants)
     assert losses.shape == (3, 6)
     spectra = [

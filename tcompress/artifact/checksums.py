@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,24 @@ def stamp_of(name: str) -> str | None:
         return digest_of(path)
     if not name or not path.is_dir():
         return None
-    # Hidden files are no data: a run that is unfinished may keep its own there.
+    # Hidden files are no data: a run that is unfinished may keep its own there. Nor are results.
     named = (item for item in path.rglob("*") if "/." not in f"/{item.relative_to(path)}")
-    files = sorted(item for item in named if item.is_file())
+    files = sorted(item for item in named if item.is_file() and item.suffix != ".html")
+    made = {item.parent for item in files if item.name == MANIFEST}
+    files = [item for item in files if made.isdisjoint(item.parents)]
     facts = [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def stamps_of(names: Iterable[str]) -> dict[str, str]:
-    """Stamp the local files and folders among names of data, by name."""
-    stamps = {name: stamp_of(name) for name in names}
+    """Stamp the local files and folders among names of data, by name.
+
+    What cannot be read has none: its reader says what is wrong.
+    """
+    stamps: dict[str, str | None] = {}
+    for name in names:
+        with suppress(OSError, RuntimeError):
+            stamps[name] = stamp_of(name)
     return {name: stamp for name, stamp in stamps.items() if stamp is not None}
 
 

@@ -121,7 +121,7 @@ def convert(
             "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
         )
     # Before they are read: what is changed while this runs, was not read.
-    files = {} if data is not None else stamps_of(recipe.calibration.source)
+    files = {} if data is not None else stamps_of(recipe.calibration.files)
     if recipe.vocab is not None:
         source = with_vocabulary(source, recipe, times)
     if recipe.calibration.mixed_precision == "bf16":

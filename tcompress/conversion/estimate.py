@@ -34,7 +34,7 @@ from tcompress.memory import free_memory
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
-from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_bytes
+from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, path_of, weight_bytes
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
@@ -350,7 +350,7 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     # The dense stream runs once, the other one once for every group, up to it, with what is fitted
     # by then in place of the rest; G and, unless rows stand for it, D by halves, and C.
     streams = sum(4.0 * share * size * tokens for size in parameters)
-    planned = {entry.key for entry in plan.layers}
+    planned = {path_of(source, entry) for entry in plan.layers}
     read = chain.from_iterable(block.groups for block in work.blocks)
     inputs = [group[0] for group in read if planned & {layer.weight_name for layer in group}]
     widths = [layer.in_features for layer in inputs]

@@ -384,6 +384,8 @@ def _codes(path: Path, dialect: Dialect) -> list[str]:
                     del padded[name]
                 elif cells.str.match(_PADDED).any():
                     padded[name] = True
+            if not padded:
+                return []
     names = [name for name, some in padded.items() if some]
     if not names:
         return []

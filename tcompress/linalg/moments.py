@@ -26,6 +26,7 @@ ROWS_AT_ONCE = 2048  # whose products are added at a time
 _PAIRS = (0, 0), (1, 0), (1, 1)  # whose moments are taken: 0 is x', 1 is x
 WIDE = 2048  # inputs from which errors are told by rows: what no fit depends on is not summed up
 ROWS_KEPT = 8  # of so many rows of a wide input one is kept to tell errors by
+_GOLDEN = (5**0.5 - 1) / 2  # whose multiples meet no length of texts again and again
 _NOT_FINITE = "calibration activations hold NaN or infinity"
 SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them, float32 holds
 
@@ -235,11 +236,37 @@ def token_weights(gradients: Tensor) -> Tensor:
     return gradients.double().square().sum(-1).clamp_min(1e-200)  # so that some are never none
 
 
+def drawn_rows(rows: Tensor, weights: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    """Draws one of `ROWS_KEPT` rows, half of them by their squares, and says what each stands for.
+
+    A few huge rows, such as those of first tokens, are most of all squares: they are in it always,
+    and count for themselves. Sums over the others are met on the average (importance sampling).
+
+    Args:
+        rows: (rows, d), at least one
+        weights: What rows count, float64.  # (rows,)
+        offset: Where in steps of the draw it begins, from 0 to 1.
+
+    Returns:
+        Indices and weights of those that are drawn.  # (kept,)
+    """
+    sizes = weights * rows.double().square().sum(-1)
+    parts = [item / item.sum() for item in (weights, sizes) if bool(item.sum() > 0)]
+    if not parts or not bool(torch.isfinite(sizes.sum())):  # what is wrong is said of the sums
+        return torch.arange(len(rows), device=rows.device), weights
+    chances = torch.stack(parts).mean(0)
+    count = -(-len(rows) // ROWS_KEPT)
+    steps = (chances.cumsum(0) * count + offset).floor()
+    times = steps.diff(prepend=steps.new_zeros(1))
+    index = times.nonzero()[:, 0]
+    return index, (weights * times / (count * chances))[index]
+
+
 class MomentSums:
     """Accumulates moments of token rows in float64, about the means of the first batch.
 
-    Of wide inputs of two streams some rows are kept in the place of D, which no fit depends on:
-    errors by them are right to a few in a hundred, and take a fraction of the operations.
+    Of wide inputs of two streams some rows are drawn in the place of D, which tells errors: by them
+    these are right to a few in a hundred, and take a fraction of the operations.
     """
 
     def __init__(
@@ -285,9 +312,9 @@ class MomentSums:
             for products, (i, j) in zip(self._sums, _PAIRS, strict=False):
                 products.add(scaled[i], scaled[j])
         if self._sample is not None:
-            x = dense[::ROWS_KEPT].clone()  # views would keep all rows
-            y = x if new is dense else new[::ROWS_KEPT].clone()
-            self._sample.add(x, y, weights[::ROWS_KEPT])
+            index, shares = drawn_rows(dense, weights, _GOLDEN * (self.rows + 1) % 1)
+            x = dense[index]
+            self._sample.add(x, x if new is dense else new[index], shares)
         self.rows += len(dense)
         self._weight += float(weights.sum())
         self._squares += float(weights.square().sum())

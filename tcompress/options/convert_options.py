@@ -121,7 +121,7 @@ class Calibration(Section):
     @property
     def files(self) -> tuple[str, ...]:
         """Data of the user's own, beside which the shipped one may stand."""
-        return () if self.source in (("none",), ("builtin",)) else self.source
+        return tuple(name for name in self.source if name not in ("none", "builtin"))
 
     @property
     def count(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from tcompress.artifact.checksums import stamp_of
+from tcompress.artifact.checksums import stamp_of, stamps_of
 from tcompress.artifact.manifest import Speed, manifest_of_dense, read_manifest, write_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import partial_folder
@@ -155,6 +155,17 @@ def test_work_on_other_data_is_not_used(place: Path, monkeypatch: pytest.MonkeyP
     before = stamp_of(str(place))
     (partial_folder(place / "small") / "more").write_text("of this run, no data")
     assert stamp_of(str(place)) == before
+
+
+def test_results_in_a_folder_of_data_are_no_data(place: Path) -> None:
+    before = stamp_of(str(place))
+    base(place / "made" / "model")
+    (place / "made" / "tcompress.json").touch()
+    (place / "report.html").touch()
+    assert stamp_of(str(place)) == before
+    (place / "more.txt").touch()
+    assert stamp_of(str(place)) != before
+    assert stamps_of(["~nobody-has-this-name/x.txt", "a" * 300]) == {}
 
 
 def test_an_encoder_in_the_old_layout_stays_one(place: Path) -> None:

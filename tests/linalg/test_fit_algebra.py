@@ -202,7 +202,8 @@ def test_errors_of_wide_inputs(centred: bool, monkeypatch: pytest.MonkeyPatch) -
     worth = 1.0 + torch.arange(ROWS).double()
     for least in (WIDTH, WIDTH + 1):
         monkeypatch.setattr("tcompress.linalg.moments.WIDE", least)
-        monkeypatch.setattr("tcompress.linalg.moments.ROWS_KEPT", 1)  # all of them
+        every = lambda rows, weights, _: (torch.arange(len(rows)), weights)  # noqa: E731
+        monkeypatch.setattr("tcompress.linalg.moments.drawn_rows", every)
         sums = [MomentSums(WIDTH, WIDTH), PairedRows()]
         for item in sums:
             item.add(x[:20], new[:20], worth[:20])
@@ -223,6 +224,27 @@ def test_errors_of_wide_inputs(centred: bool, monkeypatch: pytest.MonkeyPatch) -
     for item in (moments, rows):
         assert item.norm(weight) == pytest.approx(expected.norm(weight), rel=1e-5)
         assert item.error(weight, fitted) == pytest.approx(expected.error(weight, fitted), rel=1e-5)
+
+
+def test_few_drawn_rows_tell_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcompress.linalg.moments.WIDE", WIDTH)
+    first = 30 * randn(WIDTH).float()  # huge, at the same place of every text
+    weight, missed = randn(OUTPUTS, WIDTH, seed=5), 0.1 * randn(OUTPUTS, WIDTH, seed=6)
+    fitted = weight + missed - torch.outer(missed @ first.double(), first) / first.square().sum()
+    sums, batches = (
+        MomentSums(WIDTH, WIDTH),
+        [randn(64 * 8, WIDTH, seed=n).float() for n in range(4)],
+    )
+    for x in batches:
+        x[::64] = first
+        sums.add(x, x.clone())
+    moments, rows = sums.moments(centred=False), torch.cat(batches).double()
+    assert isinstance(moments.dense, RowErrors)
+    assert len(moments.dense.dense) <= len(rows) / 8 + 4
+    norm = (rows @ weight.T).square().sum() / len(rows)
+    error = (rows @ (weight - fitted).T).square().sum() / len(rows) / norm
+    assert moments.norm(weight) == pytest.approx(float(norm), rel=0.1)
+    assert moments.error(weight, fitted) == pytest.approx(float(error), rel=0.2)
 
 
 def test_large_products_leave_zeros_and_copies_out(monkeypatch: pytest.MonkeyPatch) -> None:

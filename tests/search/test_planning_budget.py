@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tcompress.conversion.estimate import Estimate, estimate
+from tcompress.conversion.estimate import Estimate, _walk, _Work, estimate
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel, WeightStore
 from tcompress.planning.planner import make_plan
@@ -313,6 +313,19 @@ def test_data_and_gradients_cost_memory(estimated: Callable[..., Estimate]) -> N
     more = estimated("llama", calibration=DATA | {"samples": 2048}).memory_bytes
     assert plain < fitted < aware < more
     assert more - aware == 1024 * 20 * _bytes_of_token("llama")
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "mixtral"])  # the others rename weights
+def test_moments_of_all_inputs_are_counted(
+    family: str, sources: Callable[[str], SourceModel]
+) -> None:
+    source, wanted = sources(family), recipe(calibration=DATA)
+    work = _Work.of(make_plan(wanted, source), source, wanted)
+    walk, _ = _walk(work)
+    widths = [group[0].in_features for block in work.blocks for group in block.groups]
+    passes = sum(4.0 * size * work.tokens for size in work.block_sizes.values())
+    assert widths
+    assert walk.flops == passes + sum(4.0 * work.tokens * width**2 for width in widths)
 
 
 READ = {"vit": 32 + 32 + 32 + 64, "llama": 32 + 32 + 32 + 64, "whisper": 6 * 32 + 64}

@@ -38,8 +38,8 @@ def stamp_of(name: str) -> str | None:
     # Hidden files are no data: a run that is unfinished may keep its own there. Nor are results.
     named = (item for item in path.rglob("*") if "/." not in f"/{item.relative_to(path)}")
     files = sorted(item for item in named if item.is_file() and item.suffix != ".html")
-    made = {item.parent for item in files if item.name == MANIFEST}
-    files = [item for item in files if made.isdisjoint(item.parents)]
+    models = {item.parent for item in files if item.name == MANIFEST}
+    files = [item for item in files if models.isdisjoint(item.parents)]
     facts = [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -305,7 +305,9 @@ class Hidden(Objective):
         for state, target, decoded in compared:
             error = self._relative_error(batch, state, target, decoded)
             errors["decoded" if decoded else "tokens"].append(error)
-        return {unit: torch.stack(own).sum() / len(compared) for unit, own in errors.items()}
+        return {
+            unit: torch.stack(of_unit).sum() / len(compared) for unit, of_unit in errors.items()
+        }
 
     def _relative_error(self, batch: Batch, state: Tensor, target: Tensor, decodes: bool) -> Tensor:
         state, target = state.float(), target.float()

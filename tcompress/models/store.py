@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
+import threading
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -156,9 +157,11 @@ class TorchShard(Shard):
     def read(self, key: str) -> Tensor:
         import torch
 
-        if self._open is None:
-            self._open, self._bytes_read = self._load("cpu"), 0
-        tensor = self._open[key]
+        tensors = self._open  # which another thread may close meanwhile
+        if tensors is None:
+            tensors, self._bytes_read = self._load("cpu"), 0
+            self._open = tensors
+        tensor = tensors[key]
         self._bytes_read += tensor.nbytes
         if self._bytes_read >= REOPEN_AFTER_BYTES:
             self.close()
@@ -244,6 +247,7 @@ class WeightStore:
         self.folder = folder
         self._shards, self._where = dict(shards), dict(where)
         self._last: Shard | None = None
+        self._lock = threading.Lock()
 
     @staticmethod
     def are_in(folder: Path) -> bool:
@@ -339,15 +343,23 @@ class WeightStore:
         return self._where[key][0]
 
     def tensor(self, key: str) -> Tensor:
-        """Read a tensor, as stored, into memory of its own; one file is open for further reads."""
+        """Read a tensor, as stored, into memory of its own; one file is open for further reads.
+
+        Several threads may read at once, from several files too.
+        """
         self._info(key)
         file, name = self._where[key]
         shard = self._shards[file]
-        if self._last is not None and self._last is not shard:
-            self._last.close()
-        self._last = shard
+        # Not held while reading: who waits for a thread that reads may have begun to read too.
+        with self._lock:
+            last, self._last = self._last, shard
+        if last is not None and last is not shard:
+            last.close()
         with timed(READING):
-            return shard.read(name)
+            value = shard.read(name)
+        if self._last is not shard:  # another thread went on to another file meanwhile
+            shard.close()
+        return value
 
     def are_same(self, first: str, second: str) -> bool:
         """Tell whether two tensors hold the same numbers; one with two names is not read."""

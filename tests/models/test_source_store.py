@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -335,6 +337,27 @@ def test_torch_shards_are_read_and_one_is_open_at_a_time(tmp_path: Path) -> None
         opened: list[Any] = [shard for _, shard in sorted(store._shards.items())]
         mapped = [shard._open is not None for shard in opened]
         assert mapped == [key == "a", key == "b"]
+
+
+def test_two_threads_read_from_two_files(tmp_path: Path) -> None:
+    files = {key: f"pytorch_model-0000{key}-of-00002.bin" for key in "12"}
+    for key, file in files.items():
+        torch.save({key: torch.full((9,), float(key))}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    store = WeightStore.open(tmp_path)
+
+    def read(keys: str) -> set[tuple[str, float]]:
+        return {(key, float(store.tensor(key).mean())) for key in keys * 100}
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(read, ("12", "21")))
+    finally:
+        sys.setswitchinterval(before)
+    assert found == [{("1", 1.0), ("2", 2.0)}] * 2
+    assert sum(shard._open is not None for shard in store._shards.values()) <= 1
 
 
 def test_a_torch_file_is_mapped_and_opened_anew_after_a_while(

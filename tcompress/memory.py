@@ -53,6 +53,11 @@ def keep_freed_memory() -> None:
             library.mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
 
 
+def pins(device: torch.device) -> bool:
+    """True of devices that copy from pinned memory by themselves, while the host goes on."""
+    return device.type == "cuda"
+
+
 def give_back_memory() -> None:
     """Return freed memory to the system: what one thread has freed no other one can take."""
     with suppress(OSError, AttributeError, TypeError):  # the allocator of glibc alone can

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tcompress.data.inputs import collate
 from tcompress.errors import DataError
+from tcompress.memory import pins
 
 Row = dict[str, Tensor]
 Text = tuple[str, ...]
@@ -117,11 +118,6 @@ def loader(data: Encoded, pad: int, batches: Any, *, pinned: bool = False) -> Da
         # resumed run opens more of them.
         generator=torch.Generator(),
     )
-
-
-def pins(device: torch.device) -> bool:
-    """True of devices that copy from pinned memory by themselves, while the host goes on."""
-    return device.type == "cuda"
 
 
 def on_device(batch: Row, device: torch.device) -> Row:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from tcompress.artifact.manifest import CurvePoint
 from tcompress.errors import TrainingError
+from tcompress.memory import pins
 from tcompress.progress import Progress
-from tcompress.training.batches import LengthBatches, loader, pins
+from tcompress.training.batches import LengthBatches, loader
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.final_rounding import SAMPLES, round_model
 from tcompress.training.losses import Losses, examples_in, tokens_in

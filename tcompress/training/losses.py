@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MAKERS
 
 from tcompress.data.inputs import IGNORED
-from tcompress.training.batches import Encoded, in_order, loader, model_inputs, on_device, pins
+from tcompress.memory import pins
+from tcompress.training.batches import Encoded, in_order, loader, model_inputs, on_device
 from tcompress.training.objectives import (
     Batch,
     Objective,

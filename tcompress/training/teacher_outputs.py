@@ -17,8 +17,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.memory import pins
 from tcompress.progress import Progress
-from tcompress.training.batches import Encoded, loader, model_inputs, on_device, pins
+from tcompress.training.batches import Encoded, loader, model_inputs, on_device
 from tcompress.training.objectives import Batch, Observed, embedded
 from tcompress.training.setup import Setup
 from tcompress.training.targets import FITTED, Targets

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,18 @@ def _assert_same(found: work.Compared) -> None:
     assert one == two
     assert found.distance <= 2e-4
     assert found.operations[0] > 0 == found.operations[1]
+
+
+def test_the_next_block_is_read_while_one_computes(
+    there: Callable[..., Any], tmp_path: Path
+) -> None:
+    found = there(work.prefetched, tmp_path)
+    blocks = [(name.split(".")[2], main) for name, main in found.read if ".layers." in name]
+    runs = [key for key, _ in groupby(blocks)]
+    forward, back = [("0", True), ("1", False)], [("1", True), ("0", False)]
+    # Sensitivity, corrections of predicted losses, fits: each waits for its first block alone.
+    assert runs == [*forward, *back, *forward, *forward]
+    assert found.weights[0] == found.weights[1] != {}
 
 
 def test_a_conversion_in_time(there: Callable[..., Any], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from tcompress import processes
 from tcompress.artifact.disk_cache import load_tensors
 from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.prefetch import Prefetch
 from tcompress.blockwise.streams import (
     PartialModel,
     Stream,
@@ -136,9 +137,11 @@ class BackwardWalk:
                 for index in self._streams:
                     self._visit(index, Path(folder, f"{len(order)}-{index}.safetensors"))
                 order.append(block)
-            for block in reversed(order):
-                progress(block.name, "backward")
-                yield block, self._backward(block)
+            order.reverse()
+            with closing(self._model.prefetch([block.name for block in order])) as prefetch:
+                for block in order:
+                    progress(block.name, "backward")
+                    yield block, self._backward(block, prefetch)
 
     def _visit(self, index: int, file: Path) -> None:
         """Answer a call of a block with what it computes; its graph begins anew there."""
@@ -175,11 +178,11 @@ class BackwardWalk:
         marked.register_hook(visit.sinks[-1].append)
         return marked
 
-    def _backward(self, block: Block) -> dict[str, Sensitivity]:
+    def _backward(self, block: Block, prefetch: Prefetch) -> dict[str, Sensitivity]:
         # No module computes one expert's output.
         layers = [layer for layer in block.layers if layer.kind != "experts"]
         weighed, visit = self.sampler.weighs_tokens, partial(self._backward_visit, block.name)
-        with self._model.loaded(block.name) as module:
+        with self._model.loaded(block.name, prefetch) as module:
             watch = _Watch(module, block, layers, self.device, gradients=True, weighed=weighed)
             return watch.total(self._streams, len(self.batches), visit)
 

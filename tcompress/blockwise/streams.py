@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -19,10 +19,12 @@ from torch.utils import _pytree as pytree
 
 from tcompress import processes
 from tcompress.attention.visibility import Visible
+from tcompress.blockwise.prefetch import Prefetch, Weight
 from tcompress.data.inputs import Batch
 from tcompress.errors import WITHOUT_DATA, DataError, SourceError
-from tcompress.memory import free_memory, give_back_memory
+from tcompress.memory import free_memory, give_back_memory, pins
 from tcompress.models import SourceModel, read_finite, tell_padding
+from tcompress.models.keymap import CPU
 from tcompress.planning.sites import roles_of
 from tcompress.progress import FORWARD, timed
 from tcompress.roles import Block
@@ -59,7 +61,7 @@ class PartialModel:
         output = None if head else self.model.get_output_embeddings()  # type: ignore[operator]
         heads = (name for name, item in self.model.named_modules() if item is output and name)
         skipped = tuple(f"{name}." for name in (*self.blocks, *heads))
-        self._load(name for name in self._stored if not name.startswith(skipped))
+        self._load(self._read(name for name in self._stored if not name.startswith(skipped)))
         for name, item in list(self.model.named_parameters(remove_duplicate=False)):
             if head and item.is_meta and not name.startswith(skipped):
                 _put(self.model, name, torch.zeros(item.shape, device=device))
@@ -88,20 +90,30 @@ class PartialModel:
         It is loaded meanwhile. Passes end with the loop, be it at the end of the model or before.
         """
         with ExitStack() as ends:
+            prefetch = ends.enter_context(closing(self.prefetch([*self.blocks])))
             for stream in streams:
                 ends.callback(stream.close)
                 stream.start()
                 give_back_memory()
             while name := _common_block(streams):
                 block = self.blocks[name]
-                with self.loaded(name) as module:
+                with self.loaded(name, prefetch) as module:
                     room = room_on(self.device)
                     yield block, _readings(block, module, self.forwards[name], room)
 
+    def prefetch(self, order: Sequence[str]) -> Prefetch:
+        """Make what reads blocks in an order, each while the device computes with the one before.
+
+        Not on the CPU: it has no time to spare, and its memory is the limit there.
+        """
+        ahead = () if self.device.type == "cpu" else order
+        return Prefetch(self._read_block, ahead, pinned=pins(self.device))
+
     @contextmanager
-    def loaded(self, block: str) -> Iterator[nn.Module]:
-        """Load one block, and free its weights afterwards."""
-        self._load(name for name in self._stored if name.startswith(f"{block}."))
+    def loaded(self, block: str, prefetch: Prefetch) -> Iterator[nn.Module]:
+        """Load one block and have the next one read; free the weights of the block afterwards."""
+        self._load(prefetch.take(block))
+        prefetch.start_after(block)
         module = self.model.get_submodule(block)
         try:
             yield module
@@ -114,19 +126,29 @@ class PartialModel:
         """Run the block at which a pass waits, and return what it computes."""
         return stream.waiting.run(self.forwards[stream.waiting.block])
 
-    def _load(self, names: Iterable[str]) -> None:
-        """Read parameters and persistent buffers; what the checkpoint lacks stays empty."""
-        shared: dict[tuple[str, ...], torch.Tensor] = {}
+    def _read_block(self, block: str) -> Iterator[Weight]:
+        return self._read(name for name in self._stored if name.startswith(f"{block}."))
+
+    def _read(self, names: Iterable[str]) -> Iterator[Weight]:
+        """Read parameters and persistent buffers; what the checkpoint lacks is left out."""
+        tied: dict[tuple[str, ...], list[str]] = {}
         for name in names:
             try:
                 sources = self.source.keymap.sources(name)
             except SourceError:
                 continue  # a head that this checkpoint does not have
             key = (*sources.keys, *sources.patterns, name if sources.converter else "")
-            if key not in shared:
-                value = read_finite(self.source.store, self.source.keymap, name, self.device)
-                shared[key] = value.float() if value.is_floating_point() else value
-            _put(self.model, name, shared[key])
+            tied.setdefault(key, []).append(name)
+        for group in tied.values():
+            yield group, read_finite(self.source.store, self.source.keymap, group[0], CPU)
+
+    def _load(self, weights: Iterable[Weight]) -> None:
+        """Put weights into the model, float32, on its device; what is not among them stays."""
+        for names, value in weights:
+            moved = value.to(self.device, non_blocking=pins(self.device))
+            moved = moved.float() if moved.is_floating_point() else moved
+            for name in names:
+                _put(self.model, name, moved)
 
 
 def cast_to(dtype: torch.dtype | None, device: torch.device, forward: Forward) -> Forward:

@@ -4,6 +4,7 @@ All of this runs in the process that has the device, where `auto` chooses it.
 """
 
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,9 +16,12 @@ import torch
 from torch import nn
 
 from tcompress.api import bench, evaluate
+from tcompress.blockwise import streams
+from tcompress.blockwise.prefetch import Prefetch
 from tcompress.conversion.converter import convert
 from tcompress.exports.dense import export_dense
 from tcompress.hf.opening import pick_device
+from tcompress.models import read_finite
 from tcompress.planning.entries import Plan
 from tcompress.progress import Silent
 from tcompress.timing_model.clocks import LayerTimes, ModelClock
@@ -249,6 +253,32 @@ def timed(models: Path) -> tuple[int, list[str]]:
         generate=2, save=False,
     )  # fmt: skip
     return Device.synchronized - before, [own.protocol["device"] for own in found[0].speed]
+
+
+class Prefetched(NamedTuple):
+    """One conversion on the device, with weights read ahead and without."""
+
+    read: list[tuple[str, bool]]  # parameters with whether the main thread read them, in order
+    weights: list[dict[str, bytes]]  # files of both by name
+
+
+def prefetched(folder: Path) -> Prefetched:
+    """Converts with passes in both directions, with weights read ahead and without."""
+    read: list[tuple[str, bool]] = []
+
+    def reading(store: Any, keymap: Any, name: str, device: torch.device) -> torch.Tensor:
+        read.append((name, threading.current_thread() is threading.main_thread()))
+        return read_finite(store, keymap, name, device)
+
+    with patch.object(streams, "read_finite", reading):
+        ahead = make("llama", folder / "ahead", "svd", aware=True, device="auto")
+    with patch.object(Prefetch, "start_after"):
+        plain = make("llama", folder / "plain", "svd", aware=True, device="auto")
+    return Prefetched(read, [_files(ahead.folder), _files(plain.folder)])
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 
 def exported(folder: Path) -> float:

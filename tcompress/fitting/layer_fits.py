@@ -181,7 +181,11 @@ class _Split:
 
     def target(self, term: _Term) -> Target:
         """Target of one summand: what the others leave over."""
-        moments = self.moments
+        moments, factors = self.moments, (term.exact, term.shared, term.transforms)
+        if len(self.terms) == 1 and moments is not None and moments.is_same:
+            named = dict(zip(("start", "factors", "operators"), factors, strict=True))
+            facts = {"curvature": self.curvature, "weight": self.weight, **named}
+            return Target.of_weight(self.weight, moments.gram, **facts)
         gram = None if moments is None else moments.gram
         narrow = moments is not None and moments.lift is not None  # the weight has more channels
         weight: Tensor | None = None if narrow else self.weight
@@ -191,8 +195,7 @@ class _Split:
             if other is not term and other.dense is not None:
                 weight = None if weight is None else weight - other.dense
                 product = product - (other.dense if gram is None else other.dense @ gram)
-        shared, transforms = term.shared, term.transforms
-        return Target(product, gram, 1.0, self.curvature, weight, term.exact, shared, transforms)
+        return Target(product, gram, 1.0, self.curvature, weight, *factors)
 
     def roundings_of(self, term: _Term, tensors: Iterable[str]) -> dict[str, Rounding]:
         """Look up the roundings of tensors of a summand, or of its transform."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tcompress.linalg.moments import (
+    LARGE,
     Operator,
     column_gram,
     conjugate_gradients,
@@ -275,12 +276,18 @@ def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor
 def singular_values(matrix: Tensor) -> Tensor:
     """Returns the singular values of a matrix, float64, the largest first.
 
+    Those of a large one are computed in float32: sums of their squares are good to four digits.
+
     # (..., out, d) -> (..., min(out, d))
     """
     # The squares are what counts: those of the smaller side are as exact, and much faster.
     tall = matrix.shape[-2] >= matrix.shape[-1]
-    squares = torch.linalg.eigvalsh(column_gram(matrix if tall else matrix.mT))
-    return squares.clamp_min(0).sqrt().flip(-1)
+    rows, scale = matrix if tall else matrix.mT, 1.0
+    if matrix.ndim == 2 and min(matrix.shape) > LARGE:
+        scale = float(rows.abs().amax()) or 1.0
+        rows = (rows / scale).float()
+    squares = torch.linalg.eigvalsh(column_gram(rows)).double()
+    return squares.clamp_min(0).sqrt().flip(-1) * scale
 
 
 def lowrank_losses(spectrum: Tensor, constant: Tensor | float) -> Tensor:

@@ -22,6 +22,7 @@ from tcompress.errors import REPAIR, FitError, message_of
 
 _TILE = 256  # columns of a Gram matrix that are taken at a time
 LARGE = 1024  # rows of a matrix from which less is computed of it
+_TOLD_APART = 1e-4  # of the largest eigenvalue: smaller ones float32 would blur
 ROWS_AT_ONCE = 2048  # whose products are added at a time
 _PAIRS = (0, 0), (1, 0), (1, 1)  # whose moments are taken: 0 is x', 1 is x
 WIDE = 2048  # inputs from which errors are told by rows: what no fit depends on is not summed up
@@ -123,6 +124,11 @@ class DampedMoments:
     def gram(self) -> Tensor:
         """G.  # (d', d')."""
         return with_ridge(self.moments.gram, self.level)
+
+    @property
+    def is_same(self) -> bool:
+        """Tell whether C is G: the compressed model reads what the dense one does."""
+        return self.lift is None and self.moments.cross is self.moments.gram
 
     @property
     def cross(self) -> Tensor:
@@ -250,7 +256,7 @@ def drawn_rows(rows: Tensor, weights: Tensor, offset: float) -> tuple[Tensor, Te
     Returns:
         Indices and weights of those that are drawn.  # (kept,)
     """
-    sizes = weights * rows.double().square().sum(-1)
+    sizes = weights * torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).square()
     parts = [item / item.sum() for item in (weights, sizes) if bool(item.sum() > 0)]
     if not parts or not bool(torch.isfinite(sizes.sum())):  # what is wrong is said of the sums
         return torch.arange(len(rows), device=rows.device), weights
@@ -292,17 +298,19 @@ class MomentSums:
         if not len(dense):
             return
         pair = new.float(), dense.float()
+        root = None if weights is None else weights.sqrt()
         weights = _ones(new) if weights is None else weights
         if not self.rows:
             means = [weights @ rows.double() / weights.sum() for rows in pair]
             self._centres = [mean.float() for mean in means]
-        root = weights.sqrt()
         same = new is dense and torch.equal(*self._centres)
-        scaled = [
-            root[:, None] * (rows - centre)
-            for rows, centre in zip(pair[:1] if same else pair, self._centres, strict=False)
-        ]
-        means = [root @ rows for rows in scaled]
+        pairs = zip(pair[:1] if same else pair, self._centres, strict=False)
+        scaled = [rows - centre for rows, centre in pairs]
+        if root is None:  # as they are in float32: a copy in float64 takes longer than their sum
+            means = [rows.sum(0, dtype=torch.float64) for rows in scaled]
+        else:
+            scaled = [root[:, None] * rows for rows in scaled]
+            means = [root @ rows for rows in scaled]
         for total, mean in zip(self._means, 2 * means if same else means, strict=True):
             total += mean
         scaled = multipliable(*scaled)
@@ -439,9 +447,11 @@ def naming(what: str, hint: str) -> Iterator[None]:
 
 def safe_cholesky(gram: Tensor) -> Tensor:
     """Factors a positive semidefinite matrix, raising its floor until it succeeds."""
-    if not bool(torch.isfinite(gram).all()):
+    if not is_finite(gram):
         raise FitError("a moment matrix holds NaN or infinity")
-    gram = (gram + gram.mT).div_(2)
+    # The factorisation reads one triangle; a large matrix is as symmetric as it was summed up.
+    large = gram.ndim == 2 and len(gram) > LARGE
+    gram = gram.clone() if large else (gram + gram.mT).div_(2)
     diagonal = gram.diagonal(dim1=-2, dim2=-1).clone()
     scale = diagonal.mean(-1)[..., None].abs()
     exact = gram.dtype == torch.float64
@@ -470,26 +480,49 @@ def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def leading_vectors(gram: Tensor, rank: int) -> Tensor:
     """Find eigenvectors of the largest eigenvalues of a symmetric matrix.
 
-    Of a large matrix, on the CPU, no others are computed, which takes less than half the time.
+    Of a large matrix, on the CPU, no others are computed, which takes less than half the time, and
+    first in float32, where that tells them from the rest: one product with the matrix then makes
+    their space as good as that of float64.
 
     (..., n, n) -> (..., n, rank), orthonormal, the largest last
     """
-    rows = gram.shape[-1]
-    large = gram.ndim == 2 and rows >= max(LARGE, 2 * rank)
+    large = gram.ndim == 2 and len(gram) >= max(LARGE, 2 * rank)
     if large and gram.device.type == "cpu" and is_finite(gram):
-        from scipy.linalg import LinAlgError, eigh
-
-        with suppress(LinAlgError):  # what is wrong is said as for small ones
-            # Rows and columns may be exchanged: the solver may write over the copy that it gets.
-            _, vectors = eigh(
-                gram.numpy().T.copy(order="F"),
-                subset_by_index=(rows - rank, rows - 1),
-                driver="evr",
-                overwrite_a=True,
-                check_finite=False,
-            )
-            return torch.from_numpy(vectors)
+        if (vectors := _vectors_in_float32(gram, rank)) is not None:
+            # Columns of the largest first: the others hardly are a part of them.
+            return torch.linalg.qr(gram @ vectors.flip(1).to(gram))[0].flip(1)
+        if (vectors := _largest(gram, rank)[1]) is not None:
+            return vectors
     return torch.linalg.eigh(gram)[1][..., -rank:]
+
+
+def _vectors_in_float32(gram: Tensor, rank: int) -> Tensor | None:
+    """Find eigenvectors of the largest eigenvalues, float32; nothing where it would blur them."""
+    scale = gram.diagonal().mean()
+    peaked = float(gram.div(scale).square().sum()) if scale > 0 else inf
+    if peaked < len(gram) / _TOLD_APART:  # else few are large, and the search would be in vain
+        values, vectors = _largest((gram / scale).float(), rank)
+        if values is not None and values[0] > _TOLD_APART * values[-1]:
+            return vectors
+    return None
+
+
+def _largest(gram: Tensor, rank: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Find the largest eigenvalues and their vectors; nothing where the solver fails."""
+    from scipy.linalg import LinAlgError, eigh
+
+    rows = len(gram)
+    with suppress(LinAlgError):  # what is wrong is said as for small ones
+        # Rows and columns may be exchanged: the solver may write over the copy that it gets.
+        values, vectors = eigh(
+            gram.numpy().T.copy(order="F"),
+            subset_by_index=(rows - rank, rows - 1),
+            driver="evr",
+            overwrite_a=True,
+            check_finite=False,
+        )
+        return torch.from_numpy(values), torch.from_numpy(vectors)
+    return None, None
 
 
 def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -505,25 +538,84 @@ def balancing_ratio(left: Tensor, right: Tensor) -> Tensor:
 
 
 def fit_lowrank(
-    target: Tensor, gram: Tensor | None, rank: int, curvature: Tensor | None = None
+    target: Tensor | None,
+    gram: Tensor | None,
+    rank: int,
+    curvature: Tensor | None = None,
+    dense: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Fits A (out, r) and B (r, d), of equal scale, to W C in the norm of damped moments.
 
     With G = L L^T and S = K K^T the optimum is the truncated SVD of K^T (W C) L^-T, brought back
-    by K^-T and L^-1. Any other square roots would give the same product.
+    by K^-T and L^-1. Any other square roots would give the same product. Without a target it is
+    W G of the weight W (`dense`).
     """
     inputs = None if gram is None else safe_cholesky(gram)
-    outputs = None if curvature is None else safe_cholesky(curvature)
-    left, right = best_factors(whitened(target, inputs, outputs), rank)
-    if outputs is not None:
-        left = torch.linalg.solve_triangular(outputs.mT, left, upper=True)
+    factors = None
+    if curvature is not None and is_large(curvature):
+        plain = whitened(target, inputs, None, dense)
+        factors = _large_factors(plain, curvature, rank)
+    if factors is None:
+        outputs = None if curvature is None else safe_cholesky(curvature)
+        factors = best_factors(whitened(target, inputs, outputs, dense), rank)
+        if outputs is not None:
+            back = torch.linalg.solve_triangular(outputs.mT, factors[0], upper=True)
+            factors = back, factors[1]
+    left, right = factors
     if inputs is not None:  # B = right L^-1, that is L^T B^T = right^T
         right = torch.linalg.solve_triangular(inputs.mT, right.mT, upper=True).mT
     return balanced(left, right)
 
 
-def whitened(target: Tensor, inputs: Tensor | None, outputs: Tensor | None) -> Tensor:
-    """Returns K^T (W C) L^-T of the roots L and K: errors are plain sums of squares there."""
+def _large_factors(plain: Tensor, curvature: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
+    """Fits A and B L to X = W C L^-T in the norm of S; nothing where float32 would blur them.
+
+    float32 finds but the space of the smaller side, where S, whose ridge is large, is harmless.
+    """
+    weighed, _ = in_norm(plain, curvature)
+    tall = len(plain) >= plain.shape[1]
+    vectors = _vectors_in_float32(column_gram(weighed if tall else weighed.mT), rank)
+    if vectors is None:
+        return None
+    space = torch.linalg.qr(vectors.flip(1).to(plain))[0].flip(1)
+    if tall:
+        return plain @ space, space.mT
+    root = safe_cholesky(curvature)
+    left = torch.linalg.solve_triangular(root.mT, space, upper=True)
+    return left, (root @ space).mT @ plain
+
+
+def is_large(curvature: Tensor) -> bool:
+    """Tell whether products with a root of S are worth taking in float32, as they are on CPUs."""
+    return curvature.ndim == 2 and len(curvature) > LARGE and curvature.device.type == "cpu"
+
+
+def in_norm(plain: Tensor, curvature: Tensor) -> tuple[Tensor, float]:
+    """Returns K^T X of S = K K^T in float32, in a unit that float32 holds, and that unit.
+
+    Errors of X in the norm of S are plain there.
+    """
+    scale, size = (float(it) for it in (curvature.diagonal().mean(), plain.abs().amax()))
+    if not (0 < scale < inf and 0 < size < inf):
+        return torch.zeros_like(plain, dtype=torch.float32), 1.0
+    root = safe_cholesky((curvature / scale).float())
+    return transposed_product(root, (plain / size).float()), size * scale**0.5
+
+
+def whitened(
+    target: Tensor | None,
+    inputs: Tensor | None,
+    outputs: Tensor | None,
+    dense: Tensor | None = None,
+) -> Tensor:
+    """Returns K^T (W C) L^-T of the roots L and K: errors are plain sums of squares there.
+
+    Without a target it is K^T W L, of the weight W (`dense`).
+    """
+    if target is None:
+        assert dense is not None
+        assert inputs is not None
+        target, inputs = transposed_product(inputs, dense.mT).mT, None
     if outputs is not None:
         target = transposed_product(outputs, target)
     if inputs is None:

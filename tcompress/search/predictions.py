@@ -272,7 +272,7 @@ class Predictor:
             weight = statistics.weight[span].double()
             # The moments of inputs are damped, those of gradients are not.
             curve = damped_curvature(curvature[span, span], CURVATURE_DAMPING)
-            target = Target(weight @ gram, gram, curvature=curve)
+            target = Target.of_weight(weight, gram, curvature=curve)
             # K^T W G L^-T is K^T W L here: its squares add up to what is lost without the layer.
             aim = target, float(target.whitened.square().sum())
             splits.append((site_of(block, layer, part), aim))
@@ -446,5 +446,5 @@ def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
     """What the first summand leaves to the second."""
     target, constant = aim
     dense = structure(main.structure).quick_fit(target, main)
-    remainder = replace(target, product=target.product - dense @ target.full_gram())
+    remainder = replace(target, wanted=target.product - dense @ target.full_gram(), dense=None)
     return remainder, predicted_loss(dense, target, constant)

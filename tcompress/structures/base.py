@@ -182,7 +182,7 @@ class Site:
 class Target:
     """Weight and moments that a term is fitted to; no moment stands for the identity."""
 
-    product: Tensor  # W C, less what other terms of the sum contribute  # (out, in)
+    wanted: Tensor | None  # W C, less what other terms contribute; None for W G  # (out, in)
     gram: Tensor | None  # G, damped  # (in, in)
     scale: float = 1.0  # E||W x||^2: makes layers comparable that share a transform
     curvature: Tensor | None = None  # S, damped  # (out, out)
@@ -193,6 +193,28 @@ class Target:
     start: Tensors = field(default_factory=dict)
     factors: Tensors = field(default_factory=dict)  # the shared ones, float64, fitted before
     operators: Mapping[Side, Any] = field(default_factory=dict)  # built transforms
+    dense: Tensor | None = None  # W, where W G is wanted: many need no such product  # (out, in)
+
+    @classmethod
+    def of_weight(cls, dense: Tensor, gram: Tensor, **others: Any) -> Target:
+        """Returns the target where the compressed model reads what the dense one does (C is G).
+
+        The product of a large weight, which some structures need not, is computed where one does.
+        """
+        from tcompress.linalg.moments import LARGE
+
+        if len(gram) < LARGE:
+            return cls(dense @ gram, gram, **others)
+        return cls(None, gram, dense=dense, **others)
+
+    @cached_property
+    def product(self) -> Tensor:
+        """What is wanted of the product of the fit with G.  # (out, in)."""
+        if self.wanted is not None:
+            return self.wanted
+        assert self.dense is not None
+        assert self.gram is not None
+        return self.dense @ self.gram
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""
@@ -205,10 +227,14 @@ class Target:
     @cached_property
     def whitened(self) -> Tensor:
         """K^T (W C) L^-T, of G = L L^T and S = K K^T: losses are plain sums of squares there."""
-        from tcompress.linalg.moments import safe_cholesky, whitened
+        from tcompress.linalg.moments import in_norm, is_large, safe_cholesky, whitened
 
         assert self.curvature is not None
-        return whitened(self.product, *map(safe_cholesky, (self.full_gram(), self.curvature)))
+        inputs = safe_cholesky(self.full_gram())
+        if is_large(self.curvature):
+            plain, unit = in_norm(whitened(self.wanted, inputs, None, self.dense), self.curvature)
+            return plain.double().mul_(unit)
+        return whitened(self.wanted, inputs, safe_cholesky(self.curvature), self.dense)
 
     @cached_property
     def spectrum(self) -> Tensor:

@@ -76,6 +76,9 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     def apply(self, x: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return (x @ tensors["b"].mT) @ tensors["a"].mT
 
+    def dense(self, tensors: Tensors, layout: LowRankLayout) -> Tensor:
+        return (tensors["b"].mT @ tensors["a"].mT).mT
+
     def rows(self, index: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         from torch.nn.functional import embedding
 
@@ -87,7 +90,8 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
         from tcompress.linalg.moments import fit_lowrank
 
-        a, b = fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
+        moments = target.gram, layout.rank, target.curvature
+        a, b = fit_lowrank(target.wanted, *moments, target.dense)
         return {"a": a, "b": b}
 
     def rounded(

@@ -341,7 +341,8 @@ def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[
         rows = slice(index * out, (index + 1) * out)
         if curvature is not None:
             curvature = curvature[rows, rows]
-        return replace(target, product=target.product[rows], curvature=curvature, weight=weight)
+        product = target.product[rows]
+        return replace(target, wanted=product, curvature=curvature, weight=weight, dense=None)
     columns = slice(index * into, (index + 1) * into)
     product = target.product[:, columns]
     if gram is not None:  # what the others make of inputs that go along with these
@@ -349,15 +350,15 @@ def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[
             if other != index:
                 product = product - matrix @ gram[other * into : (other + 1) * into, columns]
         gram, weight = gram[columns, columns], None
-    return replace(target, product=product, gram=gram, weight=weight)
+    return replace(target, wanted=product, gram=gram, weight=weight, dense=None)
 
 
 def _free_weight(target: Target) -> Tensor:
     """The weight that a fit without data and without limits would be."""
     if target.gram is None:
         return target.product
-    if target.weight is not None:
-        return target.weight
+    if (weight := target.weight if target.dense is None else target.dense) is not None:
+        return weight
     import torch
 
     return torch.linalg.solve(target.gram, target.product.mT).mT

@@ -1,5 +1,6 @@
 """Closed forms of fits, against least squares on raw rows."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from tcompress.linalg.fits import (
     Problem,
     _input_objective,
     _output_objective,
+    damped_curvature,
     diagonal_blocks,
     fit_conjugate_slices,
     fit_rotation,
@@ -33,6 +35,7 @@ from tcompress.linalg.moments import (
     best_factors,
     column_gram,
     fit_lowrank,
+    leading_vectors,
     relative_error,
     safe_cholesky,
     whitened,
@@ -46,7 +49,8 @@ from tcompress.linalg.transforms import (
     nearest_block,
     rotate,
 )
-from tcompress.structures import Site, structure
+from tcompress.structures import Site, Target, structure
+from tcompress.structures.lowrank import LowRankLayout
 from tests.support.numerics import quick
 from tests.support.structures import TUBES, dense_reference, identity_moments, randn, rotation
 
@@ -258,6 +262,69 @@ def test_large_products_leave_zeros_and_copies_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("tcompress.linalg.moments._TILE", 3)
     assert_close(whitened(target, inputs.double(), outputs), whole[0])
     assert_close(column_gram(target), whole[1])
+    gram = inputs.double() @ inputs.double().T  # of which the product of the weight is wanted
+    whole_of_weight = whitened(target @ gram, inputs.double(), outputs)
+    assert_close(whitened(None, inputs.double(), outputs, target), whole_of_weight)
+
+
+def test_products_of_large_weights_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = _rows()[0], randn(OUTPUTS, WIDTH, seed=5)
+    gram, curvature = x.T @ x / ROWS, torch.eye(OUTPUTS).double()
+    eager = Target.of_weight(weight, gram, curvature=curvature)
+    monkeypatch.setattr("tcompress.linalg.moments.LARGE", 5)
+    lazy = Target.of_weight(weight, gram, curvature=curvature)
+    assert lazy.wanted is None
+    assert_close(lazy.spectrum, eager.spectrum, rtol=1e-5, atol=1e-5)
+    assert_close(lazy.product, eager.product)
+    method, layout = (
+        structure("lowrank"),
+        LowRankLayout(in_features=WIDTH, out_features=OUTPUTS, rank=3),
+    )
+    one, two = (method.dense(method.fit(it, layout), layout) for it in (lazy, eager))
+    assert_close(one, two, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(90, 70), (70, 90)])
+@pytest.mark.parametrize("spread", [1.0, 4.0])  # powers of ten among the gradients of outputs
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_large_fits_by_way_of_float32_lose_nothing(
+    shape: tuple[int, int], spread: float, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, width = shape
+    x, weight = randn(400, width) * torch.logspace(0, -spread, width), size * randn(*shape, seed=1)
+    slopes = randn(400, out, seed=2) * torch.logspace(0, -spread, out) * size
+    gram, curvature = x.T @ x / 400, damped_curvature(slopes.T @ slopes / 400, 0.05)
+    target = Target(weight @ gram, gram, curvature=curvature)
+    expected, exact = target.spectrum, fit_lowrank(weight @ gram, gram, 20, curvature)
+    monkeypatch.setattr("tcompress.linalg.moments.LARGE", 60)
+    monkeypatch.setattr("tcompress.linalg.fits.LARGE", 60)
+    large, root = replace(target), torch.linalg.cholesky(curvature)
+    near = fit_lowrank(weight @ gram, gram, 20, curvature)
+
+    def loss(a: Tensor, b: Tensor) -> float:
+        missed = root.T @ (weight - a @ b)
+        return float((missed @ gram).mul(missed).sum() / size**2 / size**2)
+
+    assert loss(*near) == pytest.approx(loss(*exact), rel=1e-6)
+    tails = [it.square().flip(0).cumsum(0) for it in (large.spectrum, expected)]
+    assert_close(tails[0][40:], tails[1][40:], rtol=1e-3, atol=0)
+
+
+def test_bfloat16_gradients_are_summed_up_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcompress.blockwise.sensitivity.WIDE", WIDTH)
+    gradients = [randn(3000, WIDTH, seed=n).bfloat16() for n in range(4)]
+    gradients[0][0] = 60.0  # one token that outweighs all others
+    sums, tiny = (Sensitivity(2, WIDTH, torch.device("cpu")) for _ in range(2))
+    for rows in gradients:
+        sums.add(torch.ones(len(rows), 2), rows, weighed=False)
+        tiny.add(torch.ones(len(rows), 2), (1e-20 * rows).bfloat16(), weighed=False)
+    exact = torch.cat(gradients).double()
+    exact = exact.T @ exact
+    scale = exact.diagonal().sqrt().outer(exact.diagonal().sqrt())
+    missed = (sums.curvature.total() - exact).abs() / scale
+    assert 0 < float(missed.max()) < 4e-3
+    missed = (1e40 * tiny.curvature.total() - exact).abs() / scale
+    assert float(missed.max()) < 1e-2  # of products that float32 has no numbers for
 
 
 @pytest.mark.parametrize("rank", [1, 5])
@@ -267,7 +334,24 @@ def test_few_eigenvectors_of_a_large_matrix(rank: int, monkeypatch: pytest.Monke
     monkeypatch.setattr("tcompress.linalg.moments.LARGE", WIDTH)
     monkeypatch.setattr(torch.linalg, "eigh", None)  # which computes all of them
     few_left, few_right = best_factors(matrix, rank)
-    assert_close(few_left @ few_right, left @ right)
+    assert_close(few_left @ few_right, left @ right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0, 8.0])  # powers of ten between first and last
+def test_eigenvectors_by_way_of_float32_lose_nothing(
+    spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tcompress.linalg.moments.LARGE", 64)
+    basis = torch.linalg.qr(randn(160, 160))[0]
+    gram = basis * torch.logspace(0, -2 * spread, 160).double() @ basis.T * 1e30
+    vectors, exact = leading_vectors(gram, 40), torch.linalg.eigh(gram)[1][:, -40:]
+    assert_close(vectors.T @ vectors, torch.eye(40).double())
+    rest, least = ((gram - it @ (it.T @ gram)).trace() for it in (vectors, exact))
+    assert float(rest) == pytest.approx(float(least), rel=1e-6, abs=1e-12 * float(gram.trace()))
+    sizes = (vectors * (gram @ vectors)).sum(0)
+    assert_close(
+        sizes, torch.linalg.eigvalsh(gram)[-40:], rtol=1e-4, atol=1e-14 * float(gram.trace())
+    )
 
 
 def test_error_of_moments_is_that_of_rows() -> None:

@@ -23,6 +23,8 @@ from tcompress.errors import REPAIR, FitError, message_of
 _TILE = 256  # columns of a Gram matrix that are taken at a time
 LARGE = 1024  # rows of a matrix from which less is computed of it
 _TOLD_APART = 1e-4  # of the largest eigenvalue: smaller ones float32 would blur
+_MOST_OUTLIERS, _FAR_ABOVE = 32, 100.0  # eigenvalues that are taken out, times the others' mean
+_ITERATIONS, _STAGES = 8, 3  # that find them, and how often that is done
 ROWS_AT_ONCE = 2048  # whose products are added at a time
 _PAIRS = (0, 0), (1, 0), (1, 1)  # whose moments are taken: 0 is x', 1 is x
 WIDE = 2048  # inputs from which errors are told by rows: what no fit depends on is not summed up
@@ -488,22 +490,64 @@ def leading_vectors(gram: Tensor, rank: int) -> Tensor:
     """
     large = gram.ndim == 2 and len(gram) >= max(LARGE, 2 * rank)
     if large and gram.device.type == "cpu" and is_finite(gram):
-        if (vectors := _vectors_in_float32(gram, rank)) is not None:
-            # Columns of the largest first: the others hardly are a part of them.
-            return torch.linalg.qr(gram @ vectors.flip(1).to(gram))[0].flip(1)
-        if (vectors := _largest(gram, rank)[1]) is not None:
-            return vectors
+        outliers = _outlying_vectors(gram, rank)
+        rest = gram - outliers @ (gram @ outliers).mT if outliers.numel() else gram
+        if (others := _vectors_in_float32(rest, rank - outliers.shape[1])) is not None:
+            # The largest first: those after them hardly change them.
+            vectors = torch.cat([outliers, others.to(gram)], 1)
+            return torch.linalg.qr(gram @ vectors)[0].flip(1)
+        if (exact := _largest(gram, rank)[1]) is not None:
+            return exact
     return torch.linalg.eigh(gram)[1][..., -rank:]
 
 
+def _outlying_vectors(gram: Tensor, most: int) -> Tensor:
+    """Find eigenvectors whose eigenvalues are far above all others, by subspace iteration.
+
+    Inputs of language models have a few such directions, beside which float32 loses the others.
+
+    (n, n) -> (n, k), orthonormal, the largest first
+    """
+    count = min(_MOST_OUTLIERS, most // 2)
+    wider = torch.randn(len(gram), 2 * count, generator=torch.Generator().manual_seed(0))
+    space = wider.to(gram)
+    for _ in range(_ITERATIONS):
+        space = torch.linalg.qr(gram @ space)[0]
+    values, turned = torch.linalg.eigh(space.mT @ (gram @ space))
+    others = (gram.diagonal().sum() - values.sum()) / max(1, len(gram) - len(values))
+    told = _TOLD_APART if gram.dtype == torch.float32 else 0.0
+    far = values > torch.maximum(_FAR_ABOVE * others, told * values[-1:])
+    far[:count] = False  # smaller ones have hardly converged
+    return (space @ turned)[:, far].flip(1)
+
+
+def without_outliers(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Takes directions out of rows that outweigh all others, and returns the Gram matrix then.
+
+    float32 holds small rows beside large ones, but not their products.
+
+    (rows, n) -> (n, k), orthonormal, and A^T A of what is left  # (n, n)
+    """
+    outliers, gram = rows.new_zeros(rows.shape[1], 0), column_gram(rows)
+    for _ in range(_STAGES):  # beside the largest ones others are seen too late
+        more = _outlying_vectors(gram, most - outliers.shape[1])
+        if not more.numel():
+            break
+        outliers = torch.linalg.qr(torch.cat([outliers, more], 1))[0]
+        gram = column_gram(rows - (rows @ outliers) @ outliers.mT)
+    return outliers, gram
+
+
 def _vectors_in_float32(gram: Tensor, rank: int) -> Tensor | None:
-    """Find eigenvectors of the largest eigenvalues, float32; nothing where it would blur them."""
+    """Find eigenvectors of the largest eigenvalues; nothing where float32 would blur them.
+
+    (n, n) -> (n, rank), float32, the largest first
+    """
     scale = gram.diagonal().mean()
-    peaked = float(gram.div(scale).square().sum()) if scale > 0 else inf
-    if peaked < len(gram) / _TOLD_APART:  # else few are large, and the search would be in vain
+    if bool(scale > 0):
         values, vectors = _largest((gram / scale).float(), rank)
-        if values is not None and values[0] > _TOLD_APART * values[-1]:
-            return vectors
+        if vectors is not None and values is not None and values[0] > _TOLD_APART * values[-1]:
+            return vectors.flip(1)
     return None
 
 
@@ -572,17 +616,17 @@ def _large_factors(plain: Tensor, curvature: Tensor, rank: int) -> tuple[Tensor,
 
     float32 finds but the space of the smaller side, where S, whose ridge is large, is harmless.
     """
-    weighed, _ = in_norm(plain, curvature)
     tall = len(plain) >= plain.shape[1]
-    vectors = _vectors_in_float32(column_gram(weighed if tall else weighed.mT), rank)
-    if vectors is None:
+    weighed, _ = in_norm(plain, curvature)
+    outliers, gram = without_outliers(weighed if tall else weighed.mT, rank)
+    others = _vectors_in_float32(gram, rank - outliers.shape[1])
+    if others is None:
         return None
-    space = torch.linalg.qr(vectors.flip(1).to(plain))[0].flip(1)
+    space = torch.linalg.qr(torch.cat([outliers, others], 1).to(plain))[0].flip(1)
     if tall:
         return plain @ space, space.mT
     root = safe_cholesky(curvature)
-    left = torch.linalg.solve_triangular(root.mT, space, upper=True)
-    return left, (root @ space).mT @ plain
+    return torch.linalg.solve_triangular(root.mT, space, upper=True), (root @ space).mT @ plain
 
 
 def is_large(curvature: Tensor) -> bool:

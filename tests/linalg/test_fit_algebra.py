@@ -287,12 +287,18 @@ def test_products_of_large_weights_wait(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("shape", [(90, 70), (70, 90)])
 @pytest.mark.parametrize("spread", [1.0, 4.0])  # powers of ten among the gradients of outputs
 @pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+@pytest.mark.parametrize("outlier", [1.0, 1e4])
 def test_large_fits_by_way_of_float32_lose_nothing(
-    shape: tuple[int, int], spread: float, size: float, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int],
+    spread: float,
+    size: float,
+    outlier: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, width = shape
     x, weight = randn(400, width) * torch.logspace(0, -spread, width), size * randn(*shape, seed=1)
     slopes = randn(400, out, seed=2) * torch.logspace(0, -spread, out) * size
+    x[:, 0] *= outlier
     gram, curvature = x.T @ x / 400, damped_curvature(slopes.T @ slopes / 400, 0.05)
     target = Target(weight @ gram, gram, curvature=curvature)
     expected, exact = target.spectrum, fit_lowrank(weight @ gram, gram, 20, curvature)
@@ -305,9 +311,9 @@ def test_large_fits_by_way_of_float32_lose_nothing(
         missed = root.T @ (weight - a @ b)
         return float((missed @ gram).mul(missed).sum() / size**2 / size**2)
 
-    assert loss(*near) == pytest.approx(loss(*exact), rel=1e-6)
+    assert loss(*near) == pytest.approx(loss(*exact), rel=1e-3)
     tails = [it.square().flip(0).cumsum(0) for it in (large.spectrum, expected)]
-    assert_close(tails[0][40:], tails[1][40:], rtol=1e-3, atol=0)
+    assert_close(tails[0], tails[1], rtol=1e-3, atol=1e-6 * float(tails[1][-1]))
 
 
 def test_bfloat16_gradients_are_summed_up_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,18 +338,23 @@ def test_few_eigenvectors_of_a_large_matrix(rank: int, monkeypatch: pytest.Monke
     matrix = randn(30, WIDTH).double()
     left, right = best_factors(matrix, rank)
     monkeypatch.setattr("tcompress.linalg.moments.LARGE", WIDTH)
-    monkeypatch.setattr(torch.linalg, "eigh", None)  # which computes all of them
+    solve = torch.linalg.eigh
+    few = lambda it: solve(it) if len(it) < WIDTH else None  # noqa: E731
+    monkeypatch.setattr(torch.linalg, "eigh", few)  # which computes all of them
     few_left, few_right = best_factors(matrix, rank)
     assert_close(few_left @ few_right, left @ right, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("spread", [1.0, 2.0, 8.0])  # powers of ten between first and last
+@pytest.mark.parametrize("outlier", [1.0, 1e8])
 def test_eigenvectors_by_way_of_float32_lose_nothing(
-    spread: float, monkeypatch: pytest.MonkeyPatch
+    spread: float, outlier: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tcompress.linalg.moments.LARGE", 64)
     basis = torch.linalg.qr(randn(160, 160))[0]
-    gram = basis * torch.logspace(0, -2 * spread, 160).double() @ basis.T * 1e30
+    sizes = torch.logspace(0, -2 * spread, 160).double()
+    sizes[:2] *= outlier
+    gram = basis * sizes @ basis.T * 1e30
     vectors, exact = leading_vectors(gram, 40), torch.linalg.eigh(gram)[1][:, -40:]
     assert_close(vectors.T @ vectors, torch.eye(40).double())
     rest, least = ((gram - it @ (it.T @ gram)).trace() for it in (vectors, exact))

@@ -12,7 +12,7 @@ longest length allowed; pictures and sounds have as many as their model makes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -36,7 +36,7 @@ from tcompress.options import Calibration, Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, path_of, weight_bytes
 from tcompress.planning.depth import cut_to
-from tcompress.planning.entries import Plan
+from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
 from tcompress.roles import Block
 from tcompress.roles.find import attentions_of
@@ -182,11 +182,11 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         flops += walk.flops
         if work.weighs or shared:
             flops += statistics.flops
-            flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in plan.layers)
+            flops += sum(map(_predicted_flops, plan.layers))
     flops += sum(cost.flops for cost in beside)
     if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
-    candidates, flops_alone = _tried_alone(work)
+    candidates, flops_alone = _tried_alone(work, [*zip(groups, fits, strict=True)])
     disk, scratch = disk_bytes(source, plan, recipe.dtype), _scratch(work)
     read = source.store.total_bytes * (1 + walks)
     moved = (read + 2 * scratch + disk) / _DISK_SPEED
@@ -200,11 +200,11 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     )
 
 
-def _tried_alone(work: _Work) -> tuple[int, float]:
+def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[int, float]:
     """Number of candidates that are tried in the dense model, and their operations.
 
     They are fitted to some samples, whose moments are summed up for each, and all that comes after
-    the block runs on some others.
+    the block runs on some others. What fits cost is by the layers that they are of.
     """
     recipe, source, data = work.recipe, work.source, work.recipe.calibration
     candidates, flops = 0, 0.0
@@ -230,6 +230,9 @@ def _tried_alone(work: _Work) -> tuple[int, float]:
             passed = work.pass_share * (size * fitted + (size + after) * judged)
             candidates += count
             flops += 2.0 * count * (passed + work.head_parameters * judged)
+            for group, fit in fits:
+                if module_path(source, group[0].block) == block.name:
+                    flops += len(names) * (fitted * float(group[0].in_features) ** 2 + fit.flops)
         after += size
     return candidates, flops
 
@@ -252,7 +255,7 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
             m, n = layout.out_features, layout.in_features
             measured = 6.0 * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
             measured += _error_flops(m, n, work) if work.tokens else 0.0
-            measured += (2.0 if m > LARGE else 4.0) * m * m * n + m**3 if work.weighs else 0.0
+            measured += _root_flops(m, n) if work.weighs else 0.0
             fit = structure(layout.structure).fit_cost(layout, calibrated=work.tokens > 0)
             most = max(most, fit.bytes)
             fitted = (measured + fit.flops) * rounds
@@ -261,6 +264,24 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
             turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
             flops += (fitted + turned) * entry.copies
     return FitCost(flops, size + most)
+
+
+def _root_flops(outputs: int, inputs: int) -> float:
+    """Operations of a root of the moments of gradients, and of the product with it."""
+    if outputs <= LARGE:
+        return 4.0 * outputs**2 * inputs + outputs**3
+    exact = outputs**3 if outputs < inputs else 0.0  # what else is in float32 has a large ridge
+    return outputs**2 * inputs + outputs**3 / 3 + exact
+
+
+def _predicted_flops(entry: LayerPlan) -> float:
+    """Operations of the spectrum that tells what every rank of a layer loses."""
+    outputs, inputs = entry.out_features, entry.in_features
+    least = min(outputs, inputs)
+    if least <= LARGE:
+        return svd_flops(outputs, inputs)
+    product = 2.0 * outputs * inputs**2 + inputs**3 + _root_flops(outputs, inputs)
+    return product + 3.0 * least**3 + outputs * inputs * least
 
 
 def _error_flops(outputs: int, inputs: int, work: _Work) -> float:
@@ -359,7 +380,11 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     fitting = FitCost(streams + moments, both + min(readings, room))
     # Passes forward, again, and backward, and moments of all layers of a block.
     scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
-    sums = sum(float(x * x + y * y) for x, y in chain(*work.shapes))
+    half = share < 1.0  # gradients of many outputs are summed up as they come
+    sums = sum(
+        float(x * x) + float(y * y) * (0.5 if half and y >= WIDE else 1.0)
+        for x, y in chain(*work.shapes)
+    )
     passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters
     of_blocks = max((_statistics_memory(shapes, tokens) for shapes in work.shapes), default=0)
     return fitting, FitCost(tokens * (passed + sums), both + scores + of_blocks)

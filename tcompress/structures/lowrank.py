@@ -10,6 +10,7 @@ from pydantic import Field
 from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
+    FitCost,
     Layout,
     LooksUp,
     Roundings,
@@ -93,6 +94,15 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
         moments = target.gram, layout.rank, target.curvature
         a, b = fit_lowrank(target.wanted, *moments, target.dense)
         return {"a": a, "b": b}
+
+    def fit_cost(self, layout: LowRankLayout, *, calibrated: bool) -> FitCost:
+        from tcompress.linalg.moments import LARGE
+
+        rows, columns = layout.out_features, layout.in_features
+        least = min(rows, columns)
+        if least <= LARGE:
+            return super().fit_cost(layout, calibrated=calibrated)
+        return FitCost(4.0 * least**3 + 3.0 * rows * columns * least)
 
     def rounded(
         self, target: Target, layout: LowRankLayout, tensors: Tensors, roundings: Roundings

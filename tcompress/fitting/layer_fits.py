@@ -183,9 +183,8 @@ class _Split:
         """Target of one summand: what the others leave over."""
         moments, factors = self.moments, (term.exact, term.shared, term.transforms)
         if len(self.terms) == 1 and moments is not None and moments.is_same:
-            named = dict(zip(("start", "factors", "operators"), factors, strict=True))
-            facts = {"curvature": self.curvature, "weight": self.weight, **named}
-            return Target.of_weight(self.weight, moments.gram, **facts)
+            dense = self.weight
+            return Target.of_weight(dense, moments.gram, 1.0, self.curvature, dense, *factors)
         gram = None if moments is None else moments.gram
         narrow = moments is not None and moments.lift is not None  # the weight has more channels
         weight: Tensor | None = None if narrow else self.weight
@@ -419,7 +418,7 @@ def _with_mean_moments(targets: list[Target]) -> list[Target]:
             product = target.product @ mean
             averaged.append(Target(product, mean, float(product.mul(target.product).sum())))
         else:
-            averaged.append(replace(target, gram=mean))
+            averaged.append(replace(target, wanted=target.product, gram=mean))
     return averaged
 
 

@@ -196,16 +196,17 @@ class Target:
     dense: Tensor | None = None  # W, where W G is wanted: many need no such product  # (out, in)
 
     @classmethod
-    def of_weight(cls, dense: Tensor, gram: Tensor, **others: Any) -> Target:
+    def of_weight(cls, dense: Tensor, gram: Tensor, *others: Any, **named: Any) -> Target:
         """Returns the target where the compressed model reads what the dense one does (C is G).
 
         The product of a large weight, which some structures need not, is computed where one does.
+        All other arguments are those of a target, in their order.
         """
         from tcompress.linalg.moments import LARGE
 
         if len(gram) < LARGE:
-            return cls(dense @ gram, gram, **others)
-        return cls(None, gram, dense=dense, **others)
+            return cls(dense @ gram, gram, *others, **named)
+        return replace(cls(None, gram, *others, **named), dense=dense)
 
     @cached_property
     def product(self) -> Tensor:

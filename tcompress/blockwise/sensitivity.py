@@ -32,7 +32,6 @@ from tcompress.data.inputs import Batch
 from tcompress.errors import REPAIR, WITHOUT_DATA, DataError, FitError
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import (
-    WIDE,
     MomentSums,
     ProductSum,
     is_finite,
@@ -80,12 +79,9 @@ class Sensitivity:
         weights = token_weights(gradient) if weighed else None
         rows = x.float()  # one copy, where sums are of pairs of rows
         self.inputs.add(rows, rows, weights)
-        gradient = gradient.clone()
-        [exact] = multipliable(gradient)
-        # A ridge is added to S that is far above what sums of such products lose.
-        half = gradient.dtype == torch.bfloat16 and exact.dtype == torch.float32
-        rows = gradient if half and gradient.shape[-1] >= WIDE else exact
-        self.curvature.add(rows, rows)
+        # Not in bfloat16, if they are: rounded sums of a few large directions outweigh the ridge.
+        [gradient] = multipliable(gradient.clone())
+        self.curvature.add(gradient, gradient)
         if weights is not None:
             self.weights[batch] = weights
 

@@ -280,8 +280,8 @@ def _predicted_flops(entry: LayerPlan) -> float:
     least = min(outputs, inputs)
     if least <= LARGE:
         return svd_flops(outputs, inputs)
-    product = 2.0 * outputs * inputs**2 + inputs**3 + _root_flops(outputs, inputs)
-    return product + 3.0 * least**3 + outputs * inputs * least
+    roots = inputs**3 + outputs**3 + 4.0 * least**3
+    return roots + 2.0 * outputs * inputs * (inputs + outputs + least)
 
 
 def _error_flops(outputs: int, inputs: int, work: _Work) -> float:
@@ -380,11 +380,7 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     fitting = FitCost(streams + moments, both + min(readings, room))
     # Passes forward, again, and backward, and moments of all layers of a block.
     scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
-    half = share < 1.0  # gradients of many outputs are summed up as they come
-    sums = sum(
-        float(x * x) + float(y * y) * (0.5 if half and y >= WIDE else 1.0)
-        for x, y in chain(*work.shapes)
-    )
+    sums = sum(float(x * x + y * y) for x, y in chain(*work.shapes))
     passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters
     of_blocks = max((_statistics_memory(shapes, tokens) for shapes in work.shapes), default=0)
     return fitting, FitCost(tokens * (passed + sums), both + scores + of_blocks)

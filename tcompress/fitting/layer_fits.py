@@ -181,10 +181,10 @@ class _Split:
 
     def target(self, term: _Term) -> Target:
         """Target of one summand: what the others leave over."""
-        moments, factors = self.moments, (term.exact, term.shared, term.transforms)
-        if len(self.terms) == 1 and moments is not None and moments.is_same:
-            dense = self.weight
-            return Target.of_weight(dense, moments.gram, 1.0, self.curvature, dense, *factors)
+        moments, curvature = self.moments, self.curvature
+        lazy = len(self.terms) == 1 and not term.kind.reads_product
+        if lazy and moments is not None and moments.is_same:
+            return Target.of_weight(self.weight, moments.gram, curvature=curvature)
         gram = None if moments is None else moments.gram
         narrow = moments is not None and moments.lift is not None  # the weight has more channels
         weight: Tensor | None = None if narrow else self.weight
@@ -194,7 +194,8 @@ class _Split:
             if other is not term and other.dense is not None:
                 weight = None if weight is None else weight - other.dense
                 product = product - (other.dense if gram is None else other.dense @ gram)
-        return Target(product, gram, 1.0, self.curvature, weight, *factors)
+        shared, transforms = term.shared, term.transforms
+        return Target(product, gram, 1.0, curvature, weight, term.exact, shared, transforms)
 
     def roundings_of(self, term: _Term, tensors: Iterable[str]) -> dict[str, Rounding]:
         """Look up the roundings of tensors of a summand, or of its transform."""
@@ -418,7 +419,7 @@ def _with_mean_moments(targets: list[Target]) -> list[Target]:
             product = target.product @ mean
             averaged.append(Target(product, mean, float(product.mul(target.product).sum())))
         else:
-            averaged.append(replace(target, wanted=target.product, gram=mean))
+            averaged.append(target.aiming_at(target.product, gram=mean))
     return averaged
 
 

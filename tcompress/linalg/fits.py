@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from tcompress.linalg.moments import (
-    LARGE,
     Operator,
     column_gram,
     conjugate_gradients,
     ridge_level,
     safe_cholesky,
     with_ridge,
-    without_outliers,
 )
 from tcompress.linalg.transforms import Stages, build_blocks, mix_tubes, rotate
 
@@ -277,23 +275,12 @@ def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor
 def singular_values(matrix: Tensor) -> Tensor:
     """Returns the singular values of a matrix, float64, the largest first.
 
-    Those of a large one are computed in float32, but the few that outweigh all others: sums of
-    their squares are good to four digits.
-
     # (..., out, d) -> (..., min(out, d))
     """
     # The squares are what counts: those of the smaller side are as exact, and much faster.
     tall = matrix.shape[-2] >= matrix.shape[-1]
-    rows = matrix if tall else matrix.mT
-    if matrix.ndim > 2 or min(matrix.shape) <= LARGE:
-        return torch.linalg.eigvalsh(column_gram(rows)).clamp_min(0).sqrt().flip(-1)
-    scale = float(rows.abs().amax()) or 1.0
-    rows = (rows / scale).float()
-    outliers, gram = without_outliers(rows, LARGE)
-    others = torch.linalg.eigvalsh(gram).double().clamp_min(0).sqrt().flip(-1)
-    outlying = torch.linalg.svdvals(rows @ outliers).double()
-    values = torch.cat([outlying, others[: len(others) - len(outlying)]])
-    return scale * values.sort(descending=True).values
+    squares = torch.linalg.eigvalsh(column_gram(matrix if tall else matrix.mT))
+    return squares.clamp_min(0).sqrt().flip(-1)
 
 
 def lowrank_losses(spectrum: Tensor, constant: Tensor | float) -> Tensor:

@@ -22,7 +22,7 @@ from tcompress.errors import REPAIR, FitError, message_of
 
 _TILE = 256  # columns of a Gram matrix that are taken at a time
 LARGE = 1024  # rows of a matrix from which less is computed of it
-_TOLD_APART = 1e-4  # of the largest eigenvalue: smaller ones float32 would blur
+_LEAST_RATIO = 1e-4  # of an eigenvalue to the largest one: float32 would blur smaller ones
 _MOST_OUTLIERS, _FAR_ABOVE = 32, 100.0  # eigenvalues that are taken out, times the others' mean
 _ITERATIONS, _STAGES = 8, 3  # that find them, and how often that is done
 ROWS_AT_ONCE = 2048  # whose products are added at a time
@@ -502,26 +502,26 @@ def leading_vectors(gram: Tensor, rank: int) -> Tensor:
 
 
 def _outlying_vectors(gram: Tensor, most: int) -> Tensor:
-    """Find eigenvectors whose eigenvalues are far above all others, by subspace iteration.
+    """Find eigenvectors of eigenvalues far above all others, by randomised subspace iteration.
 
     Inputs of language models have a few such directions, beside which float32 loses the others.
 
     (n, n) -> (n, k), orthonormal, the largest first
     """
     count = min(_MOST_OUTLIERS, most // 2)
-    wider = torch.randn(len(gram), 2 * count, generator=torch.Generator().manual_seed(0))
-    space = wider.to(gram)
+    start = torch.randn(len(gram), 2 * count, generator=torch.Generator().manual_seed(0))
+    space = start.to(gram)
     for _ in range(_ITERATIONS):
         space = torch.linalg.qr(gram @ space)[0]
     values, turned = torch.linalg.eigh(space.mT @ (gram @ space))
     others = (gram.diagonal().sum() - values.sum()) / max(1, len(gram) - len(values))
-    told = _TOLD_APART if gram.dtype == torch.float32 else 0.0
-    far = values > torch.maximum(_FAR_ABOVE * others, told * values[-1:])
+    least = _LEAST_RATIO if gram.dtype == torch.float32 else 0.0
+    far = values > torch.maximum(_FAR_ABOVE * others, least * values[-1:])
     far[:count] = False  # smaller ones have hardly converged
     return (space @ turned)[:, far].flip(1)
 
 
-def without_outliers(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def _deflated(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Takes directions out of rows that outweigh all others, and returns the Gram matrix then.
 
     float32 holds small rows beside large ones, but not their products.
@@ -546,13 +546,13 @@ def _vectors_in_float32(gram: Tensor, rank: int) -> Tensor | None:
     scale = gram.diagonal().mean()
     if bool(scale > 0):
         values, vectors = _largest((gram / scale).float(), rank)
-        if vectors is not None and values is not None and values[0] > _TOLD_APART * values[-1]:
+        if vectors is not None and values is not None and values[0] > _LEAST_RATIO * values[-1]:
             return vectors.flip(1)
     return None
 
 
 def _largest(gram: Tensor, rank: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Find the largest eigenvalues and their vectors; nothing where the solver fails."""
+    """Find the largest eigenvalues and their vectors; nothing where the solver fails to."""
     from scipy.linalg import LinAlgError, eigh
 
     rows = len(gram)
@@ -565,7 +565,8 @@ def _largest(gram: Tensor, rank: int) -> tuple[Tensor, Tensor] | tuple[None, Non
             overwrite_a=True,
             check_finite=False,
         )
-        return torch.from_numpy(values), torch.from_numpy(vectors)
+        if len(values) == rank:  # fewer come back where many are the same to rounding
+            return torch.from_numpy(values), torch.from_numpy(vectors)
     return None, None
 
 
@@ -596,9 +597,9 @@ def fit_lowrank(
     """
     inputs = None if gram is None else safe_cholesky(gram)
     factors = None
-    if curvature is not None and is_large(curvature):
-        plain = whitened(target, inputs, None, dense)
-        factors = _large_factors(plain, curvature, rank)
+    large = curvature is not None and curvature.ndim == 2 and len(curvature) > LARGE
+    if curvature is not None and large and curvature.device.type == "cpu":
+        factors = _large_factors(whitened(target, inputs, None, dense), curvature, rank)
     if factors is None:
         outputs = None if curvature is None else safe_cholesky(curvature)
         factors = best_factors(whitened(target, inputs, outputs, dense), rank)
@@ -611,39 +612,29 @@ def fit_lowrank(
     return balanced(left, right)
 
 
-def _large_factors(plain: Tensor, curvature: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
+def _large_factors(
+    input_whitened: Tensor, curvature: Tensor, rank: int
+) -> tuple[Tensor, Tensor] | None:
     """Fits A and B L to X = W C L^-T in the norm of S; nothing where float32 would blur them.
 
     float32 finds but the space of the smaller side, where S, whose ridge is large, is harmless.
     """
-    tall = len(plain) >= plain.shape[1]
-    weighed, _ = in_norm(plain, curvature)
-    outliers, gram = without_outliers(weighed if tall else weighed.mT, rank)
+    scale, size = curvature.diagonal().mean(), input_whitened.abs().amax()
+    if not (0 < float(scale) < inf and 0 < float(size) < inf):
+        return None  # there is nothing to fit, or something to say
+    narrow_root = safe_cholesky((curvature / scale).float())
+    whitened_rows = transposed_product(narrow_root, (input_whitened / size).float())
+    tall = len(input_whitened) >= input_whitened.shape[1]
+    outliers, gram = _deflated(whitened_rows if tall else whitened_rows.mT, rank)
     others = _vectors_in_float32(gram, rank - outliers.shape[1])
     if others is None:
         return None
-    space = torch.linalg.qr(torch.cat([outliers, others], 1).to(plain))[0].flip(1)
+    space = torch.linalg.qr(torch.cat([outliers, others], 1).to(input_whitened))[0].flip(1)
     if tall:
-        return plain @ space, space.mT
+        return input_whitened @ space, space.mT
     root = safe_cholesky(curvature)
-    return torch.linalg.solve_triangular(root.mT, space, upper=True), (root @ space).mT @ plain
-
-
-def is_large(curvature: Tensor) -> bool:
-    """Tell whether products with a root of S are worth taking in float32, as they are on CPUs."""
-    return curvature.ndim == 2 and len(curvature) > LARGE and curvature.device.type == "cpu"
-
-
-def in_norm(plain: Tensor, curvature: Tensor) -> tuple[Tensor, float]:
-    """Returns K^T X of S = K K^T in float32, in a unit that float32 holds, and that unit.
-
-    Errors of X in the norm of S are plain there.
-    """
-    scale, size = (float(it) for it in (curvature.diagonal().mean(), plain.abs().amax()))
-    if not (0 < scale < inf and 0 < size < inf):
-        return torch.zeros_like(plain, dtype=torch.float32), 1.0
-    root = safe_cholesky((curvature / scale).float())
-    return transposed_product(root, (plain / size).float()), size * scale**0.5
+    left = torch.linalg.solve_triangular(root.mT, space, upper=True)
+    return left, (root @ space).mT @ input_whitened
 
 
 def whitened(

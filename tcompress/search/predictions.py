@@ -446,5 +446,5 @@ def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
     """What the first summand leaves to the second."""
     target, constant = aim
     dense = structure(main.structure).quick_fit(target, main)
-    remainder = replace(target, wanted=target.product - dense @ target.full_gram(), dense=None)
+    remainder = target.aiming_at(target.product - dense @ target.full_gram())
     return remainder, predicted_loss(dense, target, constant)

@@ -182,7 +182,7 @@ class Site:
 class Target:
     """Weight and moments that a term is fitted to; no moment stands for the identity."""
 
-    wanted: Tensor | None  # W C, less what other terms contribute; None for W G  # (out, in)
+    cross_product: Tensor | None  # W C, less what other terms contribute; None for W G  # (out, in)
     gram: Tensor | None  # G, damped  # (in, in)
     scale: float = 1.0  # E||W x||^2: makes layers comparable that share a transform
     curvature: Tensor | None = None  # S, damped  # (out, out)
@@ -193,29 +193,32 @@ class Target:
     start: Tensors = field(default_factory=dict)
     factors: Tensors = field(default_factory=dict)  # the shared ones, float64, fitted before
     operators: Mapping[Side, Any] = field(default_factory=dict)  # built transforms
-    dense: Tensor | None = None  # W, where W G is wanted: many need no such product  # (out, in)
+    dense_weight: Tensor | None = None  # W, where the product is W G: not all need it  # (out, in)
 
     @classmethod
-    def of_weight(cls, dense: Tensor, gram: Tensor, *others: Any, **named: Any) -> Target:
+    def of_weight(cls, weight: Tensor, gram: Tensor, **others: Any) -> Target:
         """Returns the target where the compressed model reads what the dense one does (C is G).
 
         The product of a large weight, which some structures need not, is computed where one does.
-        All other arguments are those of a target, in their order.
         """
         from tcompress.linalg.moments import LARGE
 
-        if len(gram) < LARGE:
-            return cls(dense @ gram, gram, *others, **named)
-        return replace(cls(None, gram, *others, **named), dense=dense)
+        if len(gram) <= LARGE:
+            return cls(weight @ gram, gram, **others)
+        return cls(None, gram, dense_weight=weight, **others)
 
     @cached_property
     def product(self) -> Tensor:
-        """What is wanted of the product of the fit with G.  # (out, in)."""
-        if self.wanted is not None:
-            return self.wanted
-        assert self.dense is not None
+        """What the product of a fit with G aims at.  # (out, in)."""
+        if self.cross_product is not None:
+            return self.cross_product
+        assert self.dense_weight is not None
         assert self.gram is not None
-        return self.dense @ self.gram
+        return self.dense_weight @ self.gram
+
+    def aiming_at(self, product: Tensor, **changes: Any) -> Target:
+        """Returns a target with another product, or with this one computed, and other changes."""
+        return replace(self, cross_product=product, dense_weight=None, **changes)
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""
@@ -228,14 +231,11 @@ class Target:
     @cached_property
     def whitened(self) -> Tensor:
         """K^T (W C) L^-T, of G = L L^T and S = K K^T: losses are plain sums of squares there."""
-        from tcompress.linalg.moments import in_norm, is_large, safe_cholesky, whitened
+        from tcompress.linalg.moments import safe_cholesky, whitened
 
         assert self.curvature is not None
-        inputs = safe_cholesky(self.full_gram())
-        if is_large(self.curvature):
-            plain, unit = in_norm(whitened(self.wanted, inputs, None, self.dense), self.curvature)
-            return plain.double().mul_(unit)
-        return whitened(self.wanted, inputs, safe_cholesky(self.curvature), self.dense)
+        inputs, outputs = map(safe_cholesky, (self.full_gram(), self.curvature))
+        return whitened(self.cross_product, inputs, outputs, self.dense_weight)
 
     @cached_property
     def spectrum(self) -> Tensor:
@@ -287,6 +287,9 @@ class Structure(ABC, Generic[S, L]):
     """Whether `auto` offers it without being told to."""
     saves_time: ClassVar[bool] = False
     """Whether it is offered where time counts: no other structure is faster at its loss."""
+    reads_product: ClassVar[bool] = True
+    """Whether fits read the product of weight and moments, and not the weight alone where both
+    streams are the same."""
     exact_losses: ClassVar[bool] = False
     """Whether `losses` are those of the fits themselves, to the rows that they are told of."""
 
@@ -327,7 +330,7 @@ class Structure(ABC, Generic[S, L]):
 
     def quick_fit(self, target: Target, layout: L) -> Tensor:
         """Returns what a budget judges by: a dense weight, no better than that of a fit."""
-        fitted = self.fit(replace(target, curvature=None), layout)
+        fitted = self.fit(target.aiming_at(target.product, curvature=None), layout)
         return self.dense({**fitted, **target.factors}, layout)
 
     def fit_cost(self, layout: L, *, calibrated: bool) -> FitCost:

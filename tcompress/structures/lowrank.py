@@ -65,6 +65,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     in_auto = True
     saves_time = True
     exact_losses = True
+    reads_product = False
 
     def layout(self, spec: LowRankSpec, site: Site, budget: int | None = None) -> LowRankLayout:
         widths = site.widths.values()
@@ -92,7 +93,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
         from tcompress.linalg.moments import fit_lowrank
 
         moments = target.gram, layout.rank, target.curvature
-        a, b = fit_lowrank(target.wanted, *moments, target.dense)
+        a, b = fit_lowrank(target.cross_product, *moments, target.dense_weight)
         return {"a": a, "b": b}
 
     def fit_cost(self, layout: LowRankLayout, *, calibrated: bool) -> FitCost:

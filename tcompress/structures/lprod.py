@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, gcd, log2
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -278,7 +278,8 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):
             fixed = {"transform": "dct", "block_in": 0, "block_out": 0, "stages": 0}
             layout = layout.model_copy(update=fixed)
         operators = first_operators(layout, target.product)
-        fitted = self.fit(replace(target, curvature=None, operators=operators), layout)
+        alike = target.aiming_at(target.product, curvature=None, operators=operators)
+        fitted = self.fit(alike, layout)
         return dense_of(layout, fitted, operators)
 
     def transform(self, layout: LprodLayout, side: Side) -> TransformLayout | None:

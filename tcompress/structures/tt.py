@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -341,8 +340,7 @@ def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[
         rows = slice(index * out, (index + 1) * out)
         if curvature is not None:
             curvature = curvature[rows, rows]
-        product = target.product[rows]
-        return replace(target, wanted=product, curvature=curvature, weight=weight, dense=None)
+        return target.aiming_at(target.product[rows], curvature=curvature, weight=weight)
     columns = slice(index * into, (index + 1) * into)
     product = target.product[:, columns]
     if gram is not None:  # what the others make of inputs that go along with these
@@ -350,14 +348,14 @@ def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[
             if other != index:
                 product = product - matrix @ gram[other * into : (other + 1) * into, columns]
         gram, weight = gram[columns, columns], None
-    return replace(target, wanted=product, gram=gram, weight=weight, dense=None)
+    return target.aiming_at(product, gram=gram, weight=weight)
 
 
 def _free_weight(target: Target) -> Tensor:
     """The weight that a fit without data and without limits would be."""
     if target.gram is None:
         return target.product
-    if (weight := target.weight if target.dense is None else target.dense) is not None:
+    if (weight := target.dense_weight if target.weight is None else target.weight) is not None:
         return weight
     import torch
 

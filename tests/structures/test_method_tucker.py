@@ -158,9 +158,9 @@ def test_units_of_a_weight_and_of_its_inputs_do_not_count(aware: bool, unit: str
     before = targets_of(layouts, 0, aware=aware, curved=False)
     first = before[0]
     assert first.weight is not None
-    larger = replace(first, wanted=10 * first.product, weight=10 * first.weight)
+    larger = replace(first, cross_product=10 * first.product, weight=10 * first.weight)
     if unit == "inputs" and first.gram is not None:
-        larger = replace(first, wanted=100 * first.product, gram=100 * first.gram)
+        larger = replace(first, cross_product=100 * first.product, gram=100 * first.gram)
     after = [replace(larger, scale=100 * first.scale), *before[1:]]
     assert missed(after, after, layouts) == pytest.approx(missed(before, before, layouts))
 
@@ -179,7 +179,9 @@ def test_layers_of_one_input_are_low_rank_one_above_the_other(aware: bool, curve
     layouts = [layout_of(8, 12, 3, rank=4)] * 3
     gram = make_moments(8, 40).gram if aware else None
     targets = [
-        replace(target, wanted=target.weight if gram is None else target.weight @ gram, gram=gram)
+        replace(
+            target, cross_product=target.weight if gram is None else target.weight @ gram, gram=gram
+        )
         for target in targets_of(layouts, 0, aware=False, curved=curved)
         if target.weight is not None
     ]

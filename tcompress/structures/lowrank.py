@@ -103,7 +103,8 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
         least = min(rows, columns)
         if least <= LARGE:
             return super().fit_cost(layout, calibrated=calibrated)
-        return FitCost(4.0 * least**3 + 3.0 * rows * columns * least)
+        solved, multiplied = (4.0, 3.0) if calibrated else (6.0, 4.0)  # in float32 and float64
+        return FitCost(solved * least**3 + multiplied * rows * columns * least)
 
     def rounded(
         self, target: Target, layout: LowRankLayout, tensors: Tensors, roundings: Roundings

@@ -597,8 +597,10 @@ def fit_lowrank(
     """
     inputs = None if gram is None else safe_cholesky(gram)
     factors = None
-    large = curvature is not None and curvature.ndim == 2 and len(curvature) > LARGE
-    if curvature is not None and large and curvature.device.type == "cpu":
+    # Small sides gain nothing, so that fits of small models stay as exact as they are.
+    sides = () if curvature is None or gram is None else (curvature, gram)
+    large = all(it.ndim == 2 and len(it) > LARGE and it.device.type == "cpu" for it in sides)
+    if curvature is not None and sides and large:
         factors = _large_factors(whitened(target, inputs, None, dense), curvature, rank)
     if factors is None:
         outputs = None if curvature is None else safe_cholesky(curvature)

@@ -323,7 +323,7 @@ def test_many_equal_eigenvalues(rank: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("tcompress.linalg.moments.LARGE", 32)
     weight = torch.nn.init.orthogonal_(torch.empty(64, 64), generator=torch.manual_seed(0)).double()
     for curvature in (None, torch.eye(64).double()):
-        a, b = fit_lowrank(weight, None, rank, curvature)
+        a, b = fit_lowrank(weight, curvature, rank, curvature)
         assert a.shape == b.mT.shape == (64, rank)
         assert float((weight - a @ b).square().sum()) == pytest.approx(64 - rank, rel=1e-6)
 

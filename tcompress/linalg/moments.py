@@ -598,9 +598,7 @@ def fit_lowrank(
     inputs = None if gram is None else safe_cholesky(gram)
     factors = None
     # Small sides gain nothing, so that fits of small models stay as exact as they are.
-    sides = () if curvature is None or gram is None else (curvature, gram)
-    large = all(it.ndim == 2 and len(it) > LARGE and it.device.type == "cpu" for it in sides)
-    if curvature is not None and sides and large:
+    if curvature is not None and gram is not None and _is_large(curvature) and _is_large(gram):
         factors = _large_factors(whitened(target, inputs, None, dense), curvature, rank)
     if factors is None:
         outputs = None if curvature is None else safe_cholesky(curvature)
@@ -612,6 +610,11 @@ def fit_lowrank(
     if inputs is not None:  # B = right L^-1, that is L^T B^T = right^T
         right = torch.linalg.solve_triangular(inputs.mT, right.mT, upper=True).mT
     return balanced(left, right)
+
+
+def _is_large(moment: Tensor) -> bool:
+    """Tell whether float32 is worth its while: of one large matrix, on the CPU."""
+    return moment.ndim == 2 and len(moment) > LARGE and moment.device.type == "cpu"
 
 
 def _large_factors(

@@ -46,6 +46,17 @@ SHAPES = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     "svd": {"method": {"name": "svd"}, "target": 0.25},
+    "svd-inputs": {
+        "method": {"name": "svd"},
+        "target": 0.25,
+        "calibration": {"output_moments": False},
+    },
+    "svd-alike": {
+        "method": {"name": "svd"},
+        "target": 0.25,
+        "allocation": "uniform",
+        "calibration": {"output_moments": False},
+    },
     "lprod": {"method": {"name": "lprod", "p": 4}},
     "width": {"method": {"name": "width"}, "target": 0.25},
     "auto": {"method": {"name": "auto"}, "target": 0.25},
@@ -104,6 +115,7 @@ def recipe_of(method: str, samples: int, length: int, *, bf16: bool = False) -> 
     if samples:
         data |= {"source": "random.txt", "max_length": 4 * length}
         data |= {"mixed_precision": "bf16" if bf16 else "no"}
+        data |= METHODS[method].get("calibration", {})
     return {**METHODS[method], "calibration": data, "device": "cpu"}
 
 

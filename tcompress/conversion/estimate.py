@@ -40,6 +40,7 @@ from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
 from tcompress.roles import Block
 from tcompress.roles.find import attentions_of
+from tcompress.search.candidates import SHARE, sizes_by_part
 from tcompress.search.corrections import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
 from tcompress.structures.base import (
@@ -120,6 +121,17 @@ class _Work:
     def weighs(self) -> bool:
         """True where the sensitivity of layers is measured."""
         return self.tokens > 0 and self.recipe.measures_sensitivity
+
+    @cached_property
+    def measured_tokens(self) -> int:
+        """Tokens that tell what layers are worth."""
+        by_part = sizes_by_part(self.recipe, self.plan, self.source, self.tokens)
+        return self.tokens // SHARE if by_part else self.tokens
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True where moments of gradients are kept for fits."""
+        return self.weighs and self.recipe.calibration.output_moments is not False
 
     @cached_property
     def block_sizes(self) -> dict[str, int]:
@@ -219,7 +231,7 @@ def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[in
     roles, model = roles_of(source), source.keymap.model
     attentions = attentions_of(model, roles)
     text = _tokens(data)
-    fitted = text * min(FITTED, round(data.count * (1 - data.holdout)))
+    fitted = min(work.measured_tokens, text * min(FITTED, round(data.count * (1 - data.holdout))))
     judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(data.count * data.holdout))))
     some = some_of([block.name for block in reversed(work.blocks)])
     after = 0  # parameters of the blocks behind
@@ -255,7 +267,7 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
             m, n = layout.out_features, layout.in_features
             measured = 6.0 * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
             measured += _error_flops(m, n, work) if work.tokens else 0.0
-            measured += _root_flops(m, n) if work.weighs else 0.0
+            measured += _root_flops(m, n) if work.keeps_gradients else 0.0
             fit = structure(layout.structure).fit_cost(layout, calibrated=work.tokens > 0)
             most = max(most, fit.bytes)
             fitted = (measured + fit.flops) * rounds
@@ -350,7 +362,8 @@ def _moments_memory(group: Group, work: _Work) -> int:
     first, widest = group[0], max(entry.out_features for entry in group)
     is_wide = first.in_features >= WIDE
     rows, sums = int(8 * _rows_kept(work)) if is_wide else 0, 16 if is_wide else 48
-    curvature = sum(4 * e.out_features**2 for e in group) + 24 * widest**2 if work.weighs else 0
+    curvature = sum(4 * entry.out_features**2 for entry in group) + 24 * widest**2
+    curvature *= work.keeps_gradients
     size = (sums + 24) * first.in_features + rows
     return size * first.in_features * first.copies + curvature
 
@@ -382,8 +395,9 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
     sums = sum(float(x * x + y * y) for x, y in chain(*work.shapes))
     passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters
-    of_blocks = max((_statistics_memory(shapes, tokens) for shapes in work.shapes), default=0)
-    return fitting, FitCost(tokens * (passed + sums), both + scores + of_blocks)
+    measured = work.measured_tokens
+    of_blocks = max((_statistics_memory(shapes, measured) for shapes in work.shapes), default=0)
+    return fitting, FitCost(measured * (passed + sums), both + scores + of_blocks)
 
 
 def _scratch(work: _Work) -> int:
@@ -392,9 +406,8 @@ def _scratch(work: _Work) -> int:
     fits = sum(entry.parameters * weight_bytes(source, entry, None) for entry in layers)
     if not (layers and work.weighs):
         return fits
-    curved = work.recipe.calibration.output_moments is not False
-    moments = sum(4 * y * y for _, y in chain(*work.shapes)) if curved else 0
-    inputs = 4 * work.tokens * layers[0].in_features * len(work.block_sizes)
+    moments = sum(4 * y * y for _, y in chain(*work.shapes)) if work.keeps_gradients else 0
+    inputs = 4 * work.measured_tokens * layers[0].in_features * len(work.block_sizes)
     return max(fits + moments, inputs)
 
 

@@ -104,15 +104,15 @@ class CalibrationData:
         if count >= len(fitted):
             return self
         chosen = {fitted[index * len(fitted) // count] for index in range(count)}
-        places = tuple(sorted({*chosen, *self.holdout}))
-        positions = {place: index for index, place in enumerate(places)}
+        kept = sorted({*chosen, *self.holdout})
+        positions = {place: index for index, place in enumerate(kept)}
         return replace(
             self,
-            batches=[self.batches[place] for place in places],
+            batches=[self.batches[place] for place in kept],
             holdout=[positions[place] for place in self.holdout],
             samples=samples,
             origins={positions[place]: name for place, name in self.origins.items()},
-            places=places,
+            places=tuple(map(self.place, kept)),
         )
 
 

@@ -17,19 +17,44 @@ import torch
 from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.fitting.workdir import FitWorkplace
+from tcompress.linalg.moments import WIDE
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.method_options import NARROWING
+from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.sites import Coupling, channels_left, couplings, whole_heads
 from tcompress.progress import Progress
 from tcompress.roles import Attention, Block
+from tcompress.structures import structure
 from tcompress.structures.modules.linear import PartLayout
 from tcompress.structures.width import plain_layout
 
 PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"  # units of resources
 
 Costs = Mapping[str, int]  # a whole number for each resource that is counted
+
+SCARCE = 4  # tokens for each input of the widest layer, below which a part tells sizes as well
+SHARE = 4  # of so many samples one then does
+
+
+def sizes_by_part(recipe: Convert, plan: Plan, source: SourceModel, tokens: int) -> bool:
+    """Tell whether a part of the samples says what layers are worth.
+
+    Low rank of a language model, fitted to inputs alone, came out as good where data was too little
+    for its wide layers anyway. Other fits read what is measured, and of `auto` and `width` sizes
+    became worse.
+    """
+    terms = (term for entry in plan.layers for part in entry.parts for term in part.terms)
+    widest = max((entry.in_features for entry in plan.layers), default=0)
+    return (
+        recipe.by_loss
+        and recipe.calibration.output_moments is False
+        and not (recipe.narrows or isinstance(recipe.method, AutoSpec))
+        and all(structure(term.structure).sized_by_part for term in terms)
+        and widest >= WIDE
+        and tokens < SCARCE * widest
+        and source.keymap.model.get_output_embeddings() is not None  # type: ignore[operator]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +74,14 @@ class SearchInputs:
     def whole(self) -> SourceModel:
         """The dense model with all its blocks and tokens, which a speed is relative to."""
         return self.source.whole or self.source
+
+    @property
+    def measured_data(self) -> CalibrationData:
+        """Data that tells what layers are worth."""
+        data = self.data
+        assert data is not None
+        by_part = sizes_by_part(self.recipe, self.plan, self.source, data.tokens)
+        return data.part(data.samples // SHARE) if by_part else data
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def changes_with(
         device=device,
         skips_plain=True,
     )
-    batches, part = judged_batches(inputs.data, sampler, source, passes), inputs.data.part(FITTED)
+    batches = judged_batches(inputs.data, sampler, source, passes)
+    part = inputs.measured_data.part(FITTED)
     places = tuple(part.place(index) for index in part.fitted)
     data = replace(part, batches=part.fitted_batches, holdout=[], origins={}, places=places)
     fitted = [model.stream(batch) for batch in data.batches]

@@ -162,8 +162,7 @@ class Predictor:
     def _walk(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Measure moments of all layers by a backward pass, the last block first."""
         inputs, source, recipe = self.inputs, self.inputs.source, self.inputs.recipe
-        assert inputs.data is not None
-        batches, progress = inputs.data.fitted_batches, inputs.progress
+        batches, progress = inputs.measured_data.fitted_batches, inputs.progress
         sampler, scratch = sampler_of(source, recipe.calibration.seed), inputs.workdir.scratch()
         walk = BackwardWalk(source, batches, sampler, scratch, inputs.device)
         passes = 2 * len(roles_of(source).blocks)

@@ -143,7 +143,8 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         corrected = predictions.mapped(lambda site: site.scaled(factors.by_key))
         problem = replace(problem, predictions=corrected)
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
-            change = factors.usual or 1 / sum(map(samples_in, inputs.data.fitted_batches))
+            batches = inputs.measured_data.fitted_batches
+            change = factors.usual or 1 / sum(map(samples_in, batches))
             if change not in measured.tables:
                 measured.tables[change] = table_site(inputs, change)
             problem = replace(problem, table=measured.tables[change])

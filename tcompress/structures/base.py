@@ -292,6 +292,8 @@ class Structure(ABC, Generic[S, L]):
     streams are the same."""
     exact_losses: ClassVar[bool] = False
     """Whether `losses` are those of the fits themselves, to the rows that they are told of."""
+    sized_by_part: ClassVar[bool] = False
+    """Whether a part of the samples tells sizes as well where there are few for wide layers."""
 
     @abstractmethod
     def layout(self, spec: S, site: Site, budget: int | None = None) -> L:

@@ -66,6 +66,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     saves_time = True
     exact_losses = True
     reads_product = False
+    sized_by_part = True
 
     def layout(self, spec: LowRankSpec, site: Site, budget: int | None = None) -> LowRankLayout:
         widths = site.widths.values()

@@ -1,6 +1,7 @@
 """Sizes by predicted loss: a backward pass, a budget, and what becomes of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 from transformers import AutoModelForMaskedLM
 
 from tcompress.artifact.reader import Artifact
+from tcompress.blockwise.sensitivity import BackwardWalk
 from tcompress.conversion.converter import Converted, convert
+from tcompress.data.calibration import CalibrationData
 from tcompress.options import Convert
-from tcompress.search import predictions
+from tcompress.search import candidates, predictions
 from tests.support.conversions import calibration, make, outputs
 from tests.support.depth import divergence
 from tests.support.interrupted import Interrupt, contents, partial_folder
@@ -115,6 +118,37 @@ def test_a_backward_pass_that_was_cut_short_is_made_again(
             _convert(source, output, SVD, progress=Interrupt(after))
         _convert(source, output, SVD)
         assert contents(output) == contents(whole().folder)
+
+
+def test_a_part_of_little_data_tells_the_sizes_of_wide_layers(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [TINY["bert"].inputs(1, 4, seed) for seed in range(9)]
+    data = CalibrationData(batches, [8], "tiny", 9, 36, "tiny")
+    walked: list[int] = []
+
+    class Walk(BackwardWalk):
+        def __post_init__(self) -> None:
+            walked.append(len(self.batches))
+            super().__post_init__()
+
+    monkeypatch.setattr(candidates, "WIDE", 16)
+    monkeypatch.setattr(predictions, "BackwardWalk", Walk)
+
+    def batches_for(**changes: Any) -> int:
+        inputs_alone = {"source": "builtin", "output_moments": False}
+        recipe = Convert.model_validate({**SVD, "calibration": inputs_alone, **changes})
+        convert(str(source), recipe, tmp_path / "out", data=data, force=True)
+        return walked.pop()
+
+    tucker = {"name": "tucker", "share": "none"}
+    assert batches_for() == 2
+    assert batches_for(calibration={"source": "builtin"}) == 8  # fits read what is measured
+    assert batches_for(method=tucker) == 8
+    assert batches_for(method={"name": "width"}) == 8
+    assert batches_for(layers=[{"match": "query", "method": tucker}]) == 8
+    data = replace(data, tokens=4 * 64)  # the widest layers have 64 inputs
+    assert batches_for() == 8
 
 
 def test_layers_with_rules_are_not_sized(source: Path, tmp_path: Path) -> None:

@@ -123,10 +123,15 @@ class _Work:
         return self.tokens > 0 and self.recipe.measures_sensitivity
 
     @cached_property
-    def measured_tokens(self) -> int:
-        """Tokens that tell what layers are worth."""
+    def fitted_tokens(self) -> int:
+        """Tokens that candidates are fitted to, at most."""
         by_part = sizes_by_part(self.recipe, self.plan, self.source, self.tokens)
         return self.tokens // SHARE if by_part else self.tokens
+
+    @property
+    def measured_tokens(self) -> int:
+        """Tokens that tell what layers are worth, as often as each is looked at."""
+        return self.fitted_tokens * self.recipe.calibration.probes
 
     @property
     def keeps_gradients(self) -> bool:
@@ -231,7 +236,7 @@ def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[in
     roles, model = roles_of(source), source.keymap.model
     attentions = attentions_of(model, roles)
     text = _tokens(data)
-    fitted = min(work.measured_tokens, text * min(FITTED, round(data.count * (1 - data.holdout))))
+    fitted = min(work.fitted_tokens, text * min(FITTED, round(data.count * (1 - data.holdout))))
     judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(data.count * data.holdout))))
     some = some_of([block.name for block in reversed(work.blocks)])
     after = 0  # parameters of the blocks behind

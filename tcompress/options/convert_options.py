@@ -99,6 +99,14 @@ class Calibration(Section):
         "--output-moments/--input-moments",
         panel=FIT,
     )
+    probes: int = option(
+        1,
+        "random gradients at the output of each sample, which tell what layers and directions are "
+        "worth; several, each a pass forward and back, tell more of little data",
+        panel=FIT,
+        ge=1,
+        le=64,
+    )
     mixed_precision: Literal["no", "bf16"] = option(
         "no",
         "passes in bfloat16; the products of blocks alone, which takes less time where a processor "

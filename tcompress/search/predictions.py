@@ -15,6 +15,7 @@ from math import ceil, log
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
@@ -162,7 +163,9 @@ class Predictor:
     def _walk(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Measure moments of all layers by a backward pass, the last block first."""
         inputs, source, recipe = self.inputs, self.inputs.source, self.inputs.recipe
-        batches, progress = inputs.measured_data.fitted_batches, inputs.progress
+        # What is drawn follows the index of a batch, so that copies have gradients of their own.
+        probes, progress = recipe.calibration.probes, inputs.progress
+        batches = inputs.measured_data.fitted_batches * probes
         sampler, scratch = sampler_of(source, recipe.calibration.seed), inputs.workdir.scratch()
         walk = BackwardWalk(source, batches, sampler, scratch, inputs.device)
         passes = 2 * len(roles_of(source).blocks)
@@ -177,8 +180,8 @@ class Predictor:
                 weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
                 with naming(f"layer `{entry.name}`", MORE_DATA):
                     gram = of_layer.inputs.moments(centred=entry.bias).gram
-                mean, rows = of_layer.inputs.means[0], of_layer.rows
-                curvature = of_layer.curvature.total() / rows
+                mean, rows = of_layer.inputs.means[0], of_layer.rows // probes
+                curvature = of_layer.curvature.total() / of_layer.rows
                 stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)
                 bias = read_finite(*stored) if entry.bias and self.narrows else None
                 facts = (weight, gram, mean, curvature, rows, bias)
@@ -212,13 +215,14 @@ class Predictor:
             named = {self.entries[path].name: item for path, item in sums.items()}
             curves = {n: narrowed(item.curvature.total() / item.rows) for n, item in named.items()}
             workdir.keep_moments("curvature", block, curves)
-            weights = {
-                f"{name}/{data.fitted[batch]}": weight
-                for name, item in named.items()
-                for batch, weight in item.weights.items()
-            }
+            places, weights = data.fitted, dict[str, Tensor]()
+            for name, item in named.items():
+                for batch, weight in item.weights.items():
+                    key = f"{name}/{places[batch % len(places)]}"
+                    weights[key] = weights[key] + weight if key in weights else weight
             workdir.keep_moments("tokens", block, weights)
-        if shared := damped_inputs(sums, self.entries, calibration.damping):
+        damping = calibration.damping * calibration.probes  # by tokens, each of which counts once
+        if shared := damped_inputs(sums, self.entries, damping):
             workdir.keep_moments("inputs", block, shared)
 
     def _ruled(self, block: Block) -> set[Layer]:

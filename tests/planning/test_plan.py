@@ -219,9 +219,11 @@ def test_options_of_rules_and_tables_that_do_nothing_are_told(planned: Planned) 
     rule = {"match": "up", "method": {"name": "lprod", "transform": "dct", "block": 8}}
     chains = {"name": "tt", "rank": 4, "chains": "heads"}
     table = {"method": {"name": "tt", "modes": {48: [6, 8]}}, "target": 0.5}
-    plan = planned("bert", method=chains, only=["up", "down"], layers=[rule], embeddings=table)
+    data = {"source": "builtin", "probes": 2}  # of which fits of a rank measure no gradients
+    changes = {"layers": [rule], "embeddings": table, "calibration": data}
+    plan = planned("bert", method=chains, only=["up", "down"], **changes)
     told = [text.split(" does nothing")[0] for text in plan.warnings if "does nothing" in text]
-    assert told == ["`block` 8", "`chains` heads", "`modes` 48=6x8"]
+    assert told == ["`probes`", "`block` 8", "`chains` heads", "`modes` 48=6x8"]
 
 
 def test_layers_that_would_not_shrink_are_left(planned: Planned) -> None:

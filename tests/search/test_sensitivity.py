@@ -1,18 +1,20 @@
 """Sizes by predicted loss: a backward pass, a budget, and what becomes of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
 from tcompress.artifact.reader import Artifact
 from tcompress.blockwise.sensitivity import BackwardWalk
 from tcompress.conversion.converter import Converted, convert
 from tcompress.data.calibration import CalibrationData
+from tcompress.fitting.workdir import FitWorkplace
 from tcompress.options import Convert
 from tcompress.search import candidates, predictions
 from tests.support.conversions import calibration, make, outputs
@@ -123,8 +125,8 @@ def test_a_backward_pass_that_was_cut_short_is_made_again(
 def test_a_part_of_little_data_tells_the_sizes_of_wide_layers(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = [TINY["bert"].inputs(1, 4, seed) for seed in range(9)]
-    data = CalibrationData(batches, [8], "tiny", 9, 36, "tiny")
+    batches = [TINY["bert"].inputs(1, 4, seed) for seed in range(5)]
+    data = CalibrationData(batches, [4], "tiny", 5, 20, "tiny")
     walked: list[int] = []
 
     class Walk(BackwardWalk):
@@ -142,13 +144,46 @@ def test_a_part_of_little_data_tells_the_sizes_of_wide_layers(
         return walked.pop()
 
     tucker = {"name": "tucker", "share": "none"}
-    assert batches_for() == 2
-    assert batches_for(calibration={"source": "builtin"}) == 8  # fits read what is measured
-    assert batches_for(method=tucker) == 8
-    assert batches_for(method={"name": "width"}) == 8
-    assert batches_for(layers=[{"match": "query", "method": tucker}]) == 8
+    assert batches_for() == 1
+    assert batches_for(calibration={"source": "builtin"}) == 4  # fits read what is measured
+    assert batches_for(method=tucker) == 4
+    assert batches_for(method={"name": "width"}) == 4
+    assert batches_for(layers=[{"match": "query", "method": tucker}]) == 4
     data = replace(data, tokens=4 * 64)  # the widest layers have 64 inputs
-    assert batches_for() == 8
+    assert batches_for() == 4
+
+
+def test_several_gradients_of_each_sample_tell_more(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens count once, however often they are looked at."""
+    kept: dict[str, dict[str, Tensor]] = {}
+    keep = FitWorkplace.keep_moments
+
+    def keep_moments(
+        self: FitWorkplace, kind: str, block: str, moments: Mapping[str, Tensor]
+    ) -> None:
+        kept.setdefault(kind, {}).update(moments)
+        keep(self, kind, block, moments)
+
+    monkeypatch.setattr(FitWorkplace, "keep_moments", keep_moments)
+
+    def measured(probes: int) -> tuple[dict[str, Tensor], set[str], float]:
+        kept.clear()
+        changes = {**SVD, "calibration": {"source": "builtin", "probes": probes}}
+        plan = _convert(source, tmp_path / "out", changes, force=True).manifest.plan
+        assert plan.budget is not None
+        assert plan.budget.error is not None
+        return kept["curvature"], {*kept["tokens"]}, plan.budget.error
+
+    one, four, many = (measured(probes) for probes in (1, 4, 64))
+    assert one[1] == four[1] == many[1]
+    assert one[2] == pytest.approx(many[2], rel=0.2)
+
+    def missed(curvature: dict[str, Tensor]) -> float:
+        return sum(float((curvature[key] - exact).norm()) for key, exact in many[0].items())
+
+    assert missed(four[0]) < 0.7 * missed(one[0])
 
 
 def test_layers_with_rules_are_not_sized(source: Path, tmp_path: Path) -> None:

@@ -384,8 +384,8 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     readings = 4 * tokens * max(reads, default=widest)
     # Weights outside the blocks, those of a block, and activations.
     outside = _parameters(source.keymap.model) - sum(parameters)
-    states = 2 * tokens * plan.layers[0].in_features
-    both = 4 * (outside + max(parameters) + states) + 16 * together * widest
+    state, measured = 8 * plan.layers[0].in_features, work.measured_tokens  # bytes of a token
+    running = 4 * (outside + max(parameters)) + 16 * together * widest
     # The dense stream runs once, the other one once for every group, up to it, with what is fitted
     # by then in place of the rest; G and, unless rows stand for it, D by halves, and C.
     streams = sum(4.0 * share * size * tokens for size in parameters)
@@ -395,14 +395,14 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     widths = [layer.in_features for layer in inputs]
     moments = sum((3.0 if width >= WIDE else 4.0) * tokens * width**2 for width in widths)
     room = int(room_on(pick_device(recipe.device)))
-    fitting = FitCost(streams + moments, both + min(readings, room))
+    fitting = FitCost(streams + moments, running + tokens * state + min(readings, room))
     # Passes forward, again, and backward, and moments of all layers of a block.
     scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
     sums = sum(float(x * x + y * y) for x, y in chain(*work.shapes))
     passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters
-    measured = work.measured_tokens
     of_blocks = max((_statistics_memory(shapes, measured) for shapes in work.shapes), default=0)
-    return fitting, FitCost(measured * (passed + sums), both + scores + of_blocks)
+    memory = running + measured * state + scores + of_blocks
+    return fitting, FitCost(measured * (passed + sums), memory)
 
 
 def _scratch(work: _Work) -> int:

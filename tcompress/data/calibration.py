@@ -104,15 +104,15 @@ class CalibrationData:
         if count >= len(fitted):
             return self
         chosen = {fitted[index * len(fitted) // count] for index in range(count)}
-        kept = sorted({*chosen, *self.holdout})
-        positions = {place: index for index, place in enumerate(kept)}
+        indices = sorted({*chosen, *self.holdout})
+        positions = {index: position for position, index in enumerate(indices)}
         return replace(
             self,
-            batches=[self.batches[place] for place in kept],
-            holdout=[positions[place] for place in self.holdout],
+            batches=[self.batches[index] for index in indices],
+            holdout=[positions[index] for index in self.holdout],
             samples=samples,
-            origins={positions[place]: name for place, name in self.origins.items()},
-            places=tuple(map(self.place, kept)),
+            origins={positions[index]: name for index, name in self.origins.items()},
+            places=tuple(map(self.place, indices)),
         )
 
 

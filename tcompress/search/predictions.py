@@ -215,10 +215,10 @@ class Predictor:
             named = {self.entries[path].name: item for path, item in sums.items()}
             curves = {n: narrowed(item.curvature.total() / item.rows) for n, item in named.items()}
             workdir.keep_moments("curvature", block, curves)
-            places, weights = data.fitted, dict[str, Tensor]()
+            indices, weights = data.fitted, dict[str, Tensor]()
             for name, item in named.items():
                 for batch, weight in item.weights.items():
-                    key = f"{name}/{places[batch % len(places)]}"
+                    key = f"{name}/{indices[batch % len(indices)]}"
                     weights[key] = weights[key] + weight if key in weights else weight
             workdir.keep_moments("tokens", block, weights)
         damping = calibration.damping * calibration.probes  # by tokens, each of which counts once

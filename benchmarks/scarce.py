@@ -1,13 +1,13 @@
 """Low rank of a language model from very few tokens, by what is measured of gradients.
 
-    python benchmarks/scarce.py MODEL OUT --data text.parquet [--samples 8]
+    python benchmarks/scarce.py MODEL OUT --data text.parquet [--samples 20] [--length 64]
         [--targets 0.35 0.5 0.7] [--seeds 6]
 
 Where data has fewer than four tokens for each input of the widest layer, a wide model that is
 fitted with `--input-moments` takes a quarter of the samples to tell its sizes. Here this holds of
-any width, so that a small model shows what it costs. Printed are perplexities in bits (the
-logarithm to the base of two), and their means over samples drawn with several seeds. What is done
-is not done again.
+any width and number of tokens, so that a small model shows what it costs. Printed are perplexities
+in bits (the logarithm to the base of two), and their means over samples drawn with several seeds.
+What is done is not done again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import json
 import tempfile
 from itertools import product
-from math import log2
+from math import inf, log2
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -42,7 +42,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("out", type=Path, help="folder for results.json")
     parser.add_argument("--data", required=True, help="texts to calibrate with, and to measure on")
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--length", type=int, default=64, help="of a sample, in tokens")
     parser.add_argument("--targets", nargs="*", type=float, default=[0.35, 0.5, 0.7])
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--limit", type=int, default=500, help="texts to measure on")
@@ -64,9 +65,9 @@ def main() -> None:
 def row(args: argparse.Namespace, target: float, way: str, seed: int) -> dict[str, Any]:
     """Convert one way, and measure the result."""
     options, share = WAYS[way]
-    vars(candidates).update(WIDE=0, SHARE=share)
+    vars(candidates).update(WIDE=0, SCARCE=inf, SHARE=share)
     calibration = {"source": args.data, "samples": args.samples, "seed": seed, "batch_size": 1}
-    calibration |= {"max_length": 256, **options}
+    calibration |= {"max_length": args.length, **options}
     recipe = Convert.model_validate(
         {"method": {"name": "svd"}, "target": target, "calibration": calibration}
     )

@@ -131,7 +131,7 @@ class _Work:
     @property
     def measured_tokens(self) -> int:
         """Tokens that tell what layers are worth, as often as each is looked at."""
-        return self.fitted_tokens * self.recipe.calibration.probes
+        return self.fitted_tokens * (self.recipe.calibration.probes if self.weighs else 1)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -483,6 +483,8 @@ def _that_fit(conversion: Conversion, size: Callable[[Estimate], int], room: flo
         return size(estimate(conversion.plan, conversion.source, less))
 
     ways: dict[str, int] = {}  # what to type, and what it takes
+    if data.probes > 1:
+        ways["--probes 1"] = needed(probes=1)
     samples = data.count
     while samples > FEWEST_SAMPLES and not any(taken <= room for taken in ways.values()):
         samples //= 2

@@ -101,8 +101,8 @@ class Calibration(Section):
     )
     probes: int = option(
         1,
-        "random gradients at the output of each sample, which tell what layers and directions are "
-        "worth; several, each a pass forward and back, tell more of little data",
+        "random gradients of each sample; more tell more of little data, each for one more pass "
+        "forward and back",
         panel=FIT,
         ge=1,
         le=64,

@@ -423,7 +423,9 @@ def _unused_options(planner: _Planner, embeddings: Sequence[LayerPlan]) -> Itera
     """Say once which options do nothing in all that they were given for."""
     recipe, path = planner.recipe, partial(path_of, planner.source)
     if recipe.calibration.probes > 1 and not recipe.measures_sensitivity:
-        yield "`probes` does nothing: no gradients are measured; `--output-moments` measures them"
+        able = planner.layers and not recipe.calibration.is_none
+        hint = "; `--output-moments` measures them" if able else ""
+        yield f"`probes` does nothing: no gradients are measured{hint}"
     users = [(planner.choices[path(entry)].method, entry) for entry in planner.layers]
     users += [(recipe.embeddings.method, entry) for entry in embeddings if recipe.embeddings]
     methods: list[Spec] = []  # with `modes` one has no hash

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import log
 from typing import Self
 
 import torch
 
+from tcompress.blockwise.streams import listed_item
 from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.fitting.workdir import FitWorkplace
@@ -22,7 +24,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
-from tcompress.planning.sites import Coupling, channels_left, couplings, whole_heads
+from tcompress.planning.sites import Coupling, channels_left, couplings, roles_of, whole_heads
 from tcompress.progress import Progress
 from tcompress.roles import Attention, Block
 from tcompress.structures import structure
@@ -34,7 +36,7 @@ PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"  # units o
 Costs = Mapping[str, int]  # a whole number for each resource that is counted
 
 SCARCE = 4  # tokens for each input of the widest layer, below which a part tells sizes as well
-SHARE = 4  # of so many samples one then does
+SHARE = 4  # of so many samples one then does, about: batches are taken whole
 
 
 def sizes_by_part(recipe: Convert, plan: Plan, source: SourceModel, tokens: int) -> bool:
@@ -42,19 +44,32 @@ def sizes_by_part(recipe: Convert, plan: Plan, source: SourceModel, tokens: int)
 
     Low rank of a language model, fitted to inputs alone, came out as good where data was too little
     for its wide layers anyway. Other fits read what is measured, and of `auto` and `width` sizes
-    became worse.
+    became worse. Limits of an error are held to what was measured, so that all of it counts; and
+    experts of a list need all tokens that choose them.
     """
+    budget, model = recipe.budget, source.keymap.model
     terms = (term for entry in plan.layers for part in entry.parts for term in part.terms)
     widest = max((entry.in_features for entry in plan.layers), default=0)
     return (
         recipe.by_loss
+        and budget is not None
+        and budget.is_size
         and recipe.calibration.output_moments is False
         and not (recipe.narrows or isinstance(recipe.method, AutoSpec))
         and all(structure(term.structure).sized_by_part for term in terms)
         and widest >= WIDE
         and tokens < SCARCE * widest
-        and source.keymap.model.get_output_embeddings() is not None  # type: ignore[operator]
+        and _reads_text_alone(source)
+        and model.get_output_embeddings() is not None  # type: ignore[operator]
+        and not any(listed_item(model, layer.name) for layer in roles_of(source).layers)
     )
+
+
+def _reads_text_alone(source: SourceModel) -> bool:
+    """Tell whether tokens of text are all that layers read: pictures and sounds have others."""
+    others = ("vision_config", "audio_config")
+    reads = getattr(source.model_class, "main_input_name", "")
+    return reads == "input_ids" and not any(hasattr(source.config, name) for name in others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +90,13 @@ class SearchInputs:
         """The dense model with all its blocks and tokens, which a speed is relative to."""
         return self.source.whole or self.source
 
-    @property
+    @cached_property
     def measured_data(self) -> CalibrationData:
         """Data that tells what layers are worth."""
         data = self.data
         assert data is not None
         by_part = sizes_by_part(self.recipe, self.plan, self.source, data.tokens)
-        return data.part(data.samples // SHARE) if by_part else data
+        return data.part(max(1, data.samples // SHARE)) if by_part else data
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class Predictor:
                 weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
                 with naming(f"layer `{entry.name}`", MORE_DATA):
                     gram = of_layer.inputs.moments(centred=entry.bias).gram
-                mean, rows = of_layer.inputs.means[0], of_layer.rows // probes
+                mean, rows = of_layer.inputs.means[0], max(1, of_layer.rows // probes)
                 curvature = of_layer.curvature.total() / of_layer.rows
                 stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)
                 bias = read_finite(*stored) if entry.bias and self.narrows else None
@@ -208,18 +208,19 @@ class Predictor:
 
     def _keep_moments(self, block: str, sums: dict[str, Sensitivity]) -> None:
         """Keep what fits will need of a block's moments; `sums` are by name, and given up."""
-        data, workdir = self.inputs.data, self.inputs.workdir
+        data, workdir = self.inputs.measured_data, self.inputs.workdir
         calibration = self.inputs.recipe.calibration
-        assert data is not None
         if calibration.output_moments is not False:
             named = {self.entries[path].name: item for path, item in sums.items()}
             curves = {n: narrowed(item.curvature.total() / item.rows) for n, item in named.items()}
             workdir.keep_moments("curvature", block, curves)
-            indices, weights = data.fitted, dict[str, Tensor]()
+            indices, weights = [*map(data.place, data.fitted)], dict[str, Tensor]()
             for name, item in named.items():
-                for batch, weight in item.weights.items():
+                for batch, weight in item.weights.items():  # copies of a batch follow all batches
                     key = f"{name}/{indices[batch % len(indices)]}"
-                    weights[key] = weights[key] + weight if key in weights else weight
+                    first = weights.get(key)
+                    alike = first is not None and first.shape == weight.shape
+                    weights[key] = first + weight if first is not None and alike else weight
             workdir.keep_moments("tokens", block, weights)
         damping = calibration.damping * calibration.probes  # by tokens, each of which counts once
         if shared := damped_inputs(sums, self.entries, damping):

@@ -223,6 +223,7 @@ def test_options_of_rules_and_tables_that_do_nothing_are_told(planned: Planned) 
     changes = {"layers": [rule], "embeddings": table, "calibration": data}
     plan = planned("bert", method=chains, only=["up", "down"], **changes)
     told = [text.split(" does nothing")[0] for text in plan.warnings if "does nothing" in text]
+    assert any("--output-moments" in text for text in plan.warnings)
     assert told == ["`probes`", "`block` 8", "`chains` heads", "`modes` 48=6x8"]
 
 

@@ -148,9 +148,12 @@ def test_a_part_of_little_data_tells_the_sizes_of_wide_layers(
     assert batches_for(calibration={"source": "builtin"}) == 4  # fits read what is measured
     assert batches_for(method=tucker) == 4
     assert batches_for(method={"name": "width"}) == 4
+    assert batches_for(target=None, max_error=0.3) == 4  # an error is held to what was measured
     assert batches_for(layers=[{"match": "query", "method": tucker}]) == 4
     data = replace(data, tokens=4 * 64)  # the widest layers have 64 inputs
     assert batches_for() == 4
+    data = replace(data, batches=batches[:3], holdout=[2], samples=3, tokens=12)
+    assert batches_for() == 1
 
 
 def test_several_gradients_of_each_sample_tell_more(

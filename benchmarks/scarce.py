@@ -3,11 +3,11 @@
     python benchmarks/scarce.py MODEL OUT --data text.parquet [--samples 20] [--length 64]
         [--targets 0.35 0.5 0.7] [--seeds 6]
 
-Where data has fewer than four tokens for each input of the widest layer, a wide model that is
-fitted with `--input-moments` takes a quarter of the samples to tell its sizes. Here this holds of
-any width and number of tokens, so that a small model shows what it costs. Printed are perplexities
-in bits (the logarithm to the base of two), and their means over samples drawn with several seeds.
-What is done is not done again.
+Where data has fewer than four tokens for each input of the widest layer, candidates of a wide model
+are fitted to a quarter of the samples, which with `--input-moments` tells all that layers are
+worth. Here this holds of any width and number of tokens, or of none, so that a small model shows
+what it costs. Printed are perplexities in bits (the logarithm to the base of two), and their means
+over samples drawn with several seeds. What is done is not done again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from tcompress.conversion.converter import convert
 from tcompress.options import Convert
 from tcompress.search import candidates
 
-WAYS: dict[str, tuple[dict[str, Any], int]] = {  # options, and the share that tells sizes
-    "as it comes": ({}, 1),
-    "four probes": ({"probes": 4}, 1),
-    "inputs alone": ({"output_moments": False}, 1),
-    "inputs alone, sizes by a quarter": ({"output_moments": False}, 4),
+WAYS: dict[str, tuple[dict[str, Any], int]] = {  # options, and one sample in so many
+    "all samples": ({}, 1),
+    "candidates by a quarter": ({}, 4),
+    "the same, four probes": ({"probes": 4}, 4),
+    "inputs alone, all samples": ({"output_moments": False}, 1),
+    "inputs alone, a quarter": ({"output_moments": False}, 4),
 }
 
 

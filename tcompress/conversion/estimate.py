@@ -123,7 +123,7 @@ class _Work:
         return self.tokens > 0 and self.recipe.measures_sensitivity
 
     @cached_property
-    def fitted_tokens(self) -> int:
+    def tried_tokens(self) -> int:
         """Tokens that candidates are fitted to, at most."""
         by_part = sizes_by_part(self.recipe, self.plan, self.source, self.tokens)
         return self.tokens // SHARE if by_part else self.tokens
@@ -131,7 +131,9 @@ class _Work:
     @property
     def measured_tokens(self) -> int:
         """Tokens that tell what layers are worth, as often as each is looked at."""
-        return self.fitted_tokens * (self.recipe.calibration.probes if self.weighs else 1)
+        options = self.recipe.calibration
+        tokens = self.tried_tokens if options.output_moments is False else self.tokens
+        return tokens * (options.probes if self.weighs else 1)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -236,7 +238,7 @@ def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[in
     roles, model = roles_of(source), source.keymap.model
     attentions = attentions_of(model, roles)
     text = _tokens(data)
-    fitted = min(work.fitted_tokens, text * min(FITTED, round(data.count * (1 - data.holdout))))
+    fitted = min(work.tried_tokens, text * min(FITTED, round(data.count * (1 - data.holdout))))
     judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(data.count * data.holdout))))
     some = some_of([block.name for block in reversed(work.blocks)])
     after = 0  # parameters of the blocks behind

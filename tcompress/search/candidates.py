@@ -40,12 +40,13 @@ SHARE = 4  # of so many samples one then does, about: batches are taken whole
 
 
 def sizes_by_part(recipe: Convert, plan: Plan, source: SourceModel, tokens: int) -> bool:
-    """Tell whether a part of the samples says what layers are worth.
+    """Tell whether a part of the samples is enough for candidates, as with few for wide layers.
 
-    Low rank of a language model, fitted to inputs alone, came out as good where data was too little
-    for its wide layers anyway. Other fits read what is measured, and of `auto` and `width` sizes
-    became worse. Limits of an error are held to what was measured, so that all of it counts; and
-    experts of a list need all tokens that choose them.
+    Low rank of a language model came out better by candidates fitted to a part: what fits gain by
+    chance shows on samples held out. So it did where the part told all that layers are worth, but
+    for fits, which read moments of gradients of all samples unless they do without. Of `auto` and
+    `width` sizes became worse. Limits of an error are held to what was measured, so that all of it
+    counts; and experts of a list need all tokens that choose them.
     """
     budget, model = recipe.budget, source.keymap.model
     terms = (term for entry in plan.layers for part in entry.parts for term in part.terms)
@@ -54,7 +55,6 @@ def sizes_by_part(recipe: Convert, plan: Plan, source: SourceModel, tokens: int)
         recipe.by_loss
         and budget is not None
         and budget.is_size
-        and recipe.calibration.output_moments is False
         and not (recipe.narrows or isinstance(recipe.method, AutoSpec))
         and all(structure(term.structure).sized_by_part for term in terms)
         and widest >= WIDE
@@ -91,12 +91,18 @@ class SearchInputs:
         return self.source.whole or self.source
 
     @cached_property
-    def measured_data(self) -> CalibrationData:
-        """Data that tells what layers are worth."""
+    def tried_data(self) -> CalibrationData:
+        """Data that candidates are fitted to, at most."""
         data = self.data
         assert data is not None
         by_part = sizes_by_part(self.recipe, self.plan, self.source, data.tokens)
         return data.part(max(1, data.samples // SHARE)) if by_part else data
+
+    @property
+    def measured_data(self) -> CalibrationData:
+        """Data that tells what layers are worth: all of it where fits read what it tells."""
+        assert self.data is not None
+        return self.tried_data if self.recipe.calibration.output_moments is False else self.data
 
 
 @dataclass(frozen=True)

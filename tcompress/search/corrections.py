@@ -89,7 +89,7 @@ def changes_with(
         skips_plain=True,
     )
     batches = judged_batches(inputs.data, sampler, source, passes)
-    part = inputs.measured_data.part(FITTED)
+    part = inputs.tried_data.part(FITTED)
     places = tuple(part.place(index) for index in part.fitted)
     data = replace(part, batches=part.fitted_batches, holdout=[], origins={}, places=places)
     fitted = [model.stream(batch) for batch in data.batches]

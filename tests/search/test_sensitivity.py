@@ -14,9 +14,10 @@ from tcompress.artifact.reader import Artifact
 from tcompress.blockwise.sensitivity import BackwardWalk
 from tcompress.conversion.converter import Converted, convert
 from tcompress.data.calibration import CalibrationData
+from tcompress.fitting.block_rewrite import BlockRewriter
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.options import Convert
-from tcompress.search import candidates, predictions
+from tcompress.search import candidates, corrections, predictions
 from tests.support.conversions import calibration, make, outputs
 from tests.support.depth import divergence
 from tests.support.interrupted import Interrupt, contents, partial_folder
@@ -128,32 +129,44 @@ def test_a_part_of_little_data_tells_the_sizes_of_wide_layers(
     batches = [TINY["bert"].inputs(1, 4, seed) for seed in range(5)]
     data = CalibrationData(batches, [4], "tiny", 5, 20, "tiny")
     walked: list[int] = []
+    tried: list[int] = []
 
     class Walk(BackwardWalk):
         def __post_init__(self) -> None:
             walked.append(len(self.batches))
             super().__post_init__()
 
+    def rewriter(inputs: Any, data: CalibrationData, *others: Any) -> BlockRewriter:
+        tried.append(len(data.fitted))
+        return BlockRewriter(inputs, data, *others)
+
     monkeypatch.setattr(candidates, "WIDE", 16)
     monkeypatch.setattr(predictions, "BackwardWalk", Walk)
+    monkeypatch.setattr(corrections, "BlockRewriter", rewriter)
 
-    def batches_for(**changes: Any) -> int:
+    def batches_for(**changes: Any) -> tuple[int, ...]:
+        walked.clear()
+        tried.clear()
         inputs_alone = {"source": "builtin", "output_moments": False}
         recipe = Convert.model_validate({**SVD, "calibration": inputs_alone, **changes})
         convert(str(source), recipe, tmp_path / "out", data=data, force=True)
-        return walked.pop()
+        [count], counts = walked, {*tried}
+        return count, *counts
 
     tucker = {"name": "tucker", "share": "none"}
-    assert batches_for() == 1
-    assert batches_for(calibration={"source": "builtin"}) == 4  # fits read what is measured
-    assert batches_for(method=tucker) == 4
-    assert batches_for(method={"name": "width"}) == 4
-    assert batches_for(target=None, max_error=0.3) == 4  # an error is held to what was measured
-    assert batches_for(layers=[{"match": "query", "method": tucker}]) == 4
+    assert batches_for() == (1, 1)
+    assert batches_for(calibration={"source": "builtin"}) == (4, 1)  # fits read what is measured
+    assert batches_for(method=tucker) == (4,)  # none is tried
+    assert batches_for(method={"name": "width"}) == (4, 4)
+    assert batches_for(target=None, max_error=0.3) == (
+        4,
+        4,
+    )  # an error is held to what was measured
+    assert batches_for(layers=[{"match": "query", "method": tucker}]) == (4, 4)
     data = replace(data, tokens=4 * 64)  # the widest layers have 64 inputs
-    assert batches_for() == 4
+    assert batches_for() == (4, 4)
     data = replace(data, batches=batches[:3], holdout=[2], samples=3, tokens=12)
-    assert batches_for() == 1
+    assert batches_for() == (1, 1)
 
 
 def test_several_gradients_of_each_sample_tell_more(

@@ -3,11 +3,11 @@
     python benchmarks/scarce.py MODEL OUT --data text.parquet [--samples 20] [--length 64]
         [--targets 0.35 0.5 0.7] [--seeds 6]
 
-Where data has fewer than four tokens for each input of the widest layer, candidates of a wide model
-are fitted to a quarter of the samples, which with `--input-moments` tells all that layers are
-worth. Here this holds of any width and number of tokens, or of none, so that a small model shows
-what it costs. Printed are perplexities in bits (the logarithm to the base of two), and their means
-over samples drawn with several seeds. What is done is not done again.
+Where data has fewer than four tokens for each input of the widest layer, candidates are fitted to a
+quarter of the samples, which with `--input-moments` tells all that layers are worth. Here this
+holds of any number of tokens, or of none, so that one sees what it is worth. Printed are
+perplexities in bits (the logarithm to the base of two), and their means over samples drawn with
+several seeds. What is done is not done again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 def row(args: argparse.Namespace, target: float, way: str, seed: int) -> dict[str, Any]:
     """Convert one way, and measure the result."""
     options, share = WAYS[way]
-    vars(candidates).update(WIDE=0, SCARCE=inf, SHARE=share)
+    vars(candidates).update(SCARCE=inf, SHARE=share)
     calibration = {"source": args.data, "samples": args.samples, "seed": seed, "batch_size": 1}
     calibration |= {"max_length": args.length, **options}
     recipe = Convert.model_validate(

@@ -19,7 +19,6 @@ from tcompress.blockwise.streams import listed_item
 from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.linalg.moments import WIDE
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
@@ -35,18 +34,18 @@ PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"  # units o
 
 Costs = Mapping[str, int]  # a whole number for each resource that is counted
 
-SCARCE = 4  # tokens for each input of the widest layer, below which a part tells sizes as well
+SCARCE = 4  # tokens for each input of the widest layer, below which a part tells sizes better
 SHARE = 4  # of so many samples one then does, about: batches are taken whole
 
 
 def sizes_by_part(recipe: Convert, plan: Plan, source: SourceModel, tokens: int) -> bool:
-    """Tell whether a part of the samples is enough for candidates, as with few for wide layers.
+    """Tell whether candidates are fitted to a part of the samples, as where there are few tokens.
 
-    Low rank of a language model came out better by candidates fitted to a part: what fits gain by
-    chance shows on samples held out. So it did where the part told all that layers are worth, but
-    for fits, which read moments of gradients of all samples unless they do without. Of `auto` and
-    `width` sizes became worse. Limits of an error are held to what was measured, so that all of it
-    counts; and experts of a list need all tokens that choose them.
+    Low rank of a language model came out better by them: what fits gain by chance shows on samples
+    held out. So it did where the part told all that layers are worth, but for fits, which read
+    moments of gradients of all samples unless they do without. Of `auto` and `width` sizes became
+    worse. Limits of an error are held to what was measured, so that all of it counts; and experts
+    of a list need all tokens that choose them.
     """
     budget, model = recipe.budget, source.keymap.model
     terms = (term for entry in plan.layers for part in entry.parts for term in part.terms)
@@ -57,7 +56,6 @@ def sizes_by_part(recipe: Convert, plan: Plan, source: SourceModel, tokens: int)
         and budget.is_size
         and not (recipe.narrows or isinstance(recipe.method, AutoSpec))
         and all(structure(term.structure).sized_by_part for term in terms)
-        and widest >= WIDE
         and tokens < SCARCE * widest
         and _reads_text_alone(source)
         and model.get_output_embeddings() is not None  # type: ignore[operator]

@@ -17,7 +17,7 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.block_rewrite import BlockRewriter
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.options import Convert
-from tcompress.search import candidates, corrections, predictions
+from tcompress.search import corrections, predictions
 from tests.support.conversions import calibration, make, outputs
 from tests.support.depth import divergence
 from tests.support.interrupted import Interrupt, contents, partial_folder
@@ -123,7 +123,7 @@ def test_a_backward_pass_that_was_cut_short_is_made_again(
         assert contents(output) == contents(whole().folder)
 
 
-def test_a_part_of_little_data_tells_the_sizes_of_wide_layers(
+def test_a_part_of_little_data_tells_sizes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = [TINY["bert"].inputs(1, 4, seed) for seed in range(5)]
@@ -140,7 +140,6 @@ def test_a_part_of_little_data_tells_the_sizes_of_wide_layers(
         tried.append(len(data.fitted))
         return BlockRewriter(inputs, data, *others)
 
-    monkeypatch.setattr(candidates, "WIDE", 16)
     monkeypatch.setattr(predictions, "BackwardWalk", Walk)
     monkeypatch.setattr(corrections, "BlockRewriter", rewriter)
 
@@ -184,17 +183,16 @@ def test_several_gradients_of_each_sample_tell_more(
 
     monkeypatch.setattr(FitWorkplace, "keep_moments", keep_moments)
 
-    def measured(probes: int) -> tuple[dict[str, Tensor], set[str], float]:
+    def measured(probes: int) -> tuple[dict[str, Tensor], set[str]]:
         kept.clear()
         changes = {**SVD, "calibration": {"source": "builtin", "probes": probes}}
-        plan = _convert(source, tmp_path / "out", changes, force=True).manifest.plan
-        assert plan.budget is not None
-        assert plan.budget.error is not None
-        return kept["curvature"], {*kept["tokens"]}, plan.budget.error
+        _convert(source, tmp_path / "out", changes, force=True)
+        return kept["curvature"], {*kept["tokens"]}
 
     one, four, many = (measured(probes) for probes in (1, 4, 64))
     assert one[1] == four[1] == many[1]
-    assert one[2] == pytest.approx(many[2], rel=0.2)
+    traces = [sum(float(it.trace()) for it in item[0].values()) for item in (one, many)]
+    assert traces[0] == pytest.approx(traces[1], rel=0.2)
 
     def missed(curvature: dict[str, Tensor]) -> float:
         return sum(float((curvature[key] - exact).norm()) for key, exact in many[0].items())

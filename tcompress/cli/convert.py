@@ -28,7 +28,6 @@ EXAMPLES = (
     "tcompress convert bert-base --method lprod --p 4",
     "tcompress convert minilm --method svd --target 0.25 --calib train.csv -o small",
     "tcompress convert minilm --method auto --speedup 2,4,8 -o faster",
-    "tcompress convert vit-base --method hot --structure lprod --p 4",
     "torchrun --nproc_per_node 2 -m tcompress convert llama-3.2-1b --method svd --target 0.5",
 )
 DETAIL = ("Options of attention replacements, `tt` and `tucker`: `tcompress methods NAME`.",)

@@ -163,7 +163,7 @@ class Predictor:
     def _walk(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Measure moments of all layers by a backward pass, the last block first."""
         inputs, source, recipe = self.inputs, self.inputs.source, self.inputs.recipe
-        # What is drawn follows the index of a batch, so that copies have gradients of their own.
+        # Random gradients follow the index of a batch: copies have others.
         probes, progress = recipe.calibration.probes, inputs.progress
         batches = inputs.measured_data.fitted_batches * probes
         sampler, scratch = sampler_of(source, recipe.calibration.seed), inputs.workdir.scratch()
@@ -218,9 +218,8 @@ class Predictor:
             for name, item in named.items():
                 for batch, weight in item.weights.items():  # copies of a batch follow all batches
                     key = f"{name}/{indices[batch % len(indices)]}"
-                    first = weights.get(key)
-                    alike = first is not None and first.shape == weight.shape
-                    weights[key] = first + weight if first is not None and alike else weight
+                    others = weights.get(key, torch.zeros_like(weight))
+                    weights[key] = weight + others if others.shape == weight.shape else weight
             workdir.keep_moments("tokens", block, weights)
         damping = calibration.damping * calibration.probes  # by tokens, each of which counts once
         if shared := damped_inputs(sums, self.entries, damping):

@@ -293,7 +293,7 @@ class Structure(ABC, Generic[S, L]):
     exact_losses: ClassVar[bool] = False
     """Whether `losses` are those of the fits themselves, to the rows that they are told of."""
     sized_by_part: ClassVar[bool] = False
-    """Whether a part of the samples tells sizes as well where there are few for wide layers."""
+    """Whether sizes come out better by candidates fitted to a part of few samples."""
 
     @abstractmethod
     def layout(self, spec: S, site: Site, budget: int | None = None) -> L:

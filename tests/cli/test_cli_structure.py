@@ -93,7 +93,7 @@ def test_the_registries_are_those_of_the_options() -> None:
 
 
 def test_help_of_convert_is_short_and_the_rest_is_listed_elsewhere() -> None:
-    assert len(run("convert", "--help", columns=100).out.splitlines()) <= 101
+    assert len(run("convert", "--help", columns=100).out.splitlines()) <= 100
     convert = dict(commands())["convert"]
     flags = {name for item in convert.params if not item.hidden for name in item.opts}
     assert {"--grid", "--core"} <= flags  # completion offers them

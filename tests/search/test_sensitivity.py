@@ -157,10 +157,8 @@ def test_a_part_of_little_data_tells_sizes(
     assert batches_for(calibration={"source": "builtin"}) == (4, 1)  # fits read what is measured
     assert batches_for(method=tucker) == (4,)  # none is tried
     assert batches_for(method={"name": "width"}) == (4, 4)
-    assert batches_for(target=None, max_error=0.3) == (
-        4,
-        4,
-    )  # an error is held to what was measured
+    # An error is held to what was measured.
+    assert batches_for(target=None, max_error=0.3) == (4, 4)
     assert batches_for(layers=[{"match": "query", "method": tucker}]) == (4, 4)
     data = replace(data, tokens=4 * 64)  # the widest layers have 64 inputs
     assert batches_for() == (4, 4)

@@ -123,8 +123,9 @@ def _sites(module: nn.Module, path: str, family: str, config: Any) -> Iterator[_
         family, config = own, getattr(module, "config", None)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        # All that is below an item of a list is part of the block.
-        inside = not isinstance(module, nn.ModuleList)
+        # All that is below an item of a list is part of the block, which a list is never itself:
+        # no model runs one.
+        inside = not isinstance(module, nn.ModuleList) or isinstance(child, nn.ModuleList)
         below = list(_sites(child, child_path, family, config)) if inside else []
         yield from below
         if not below and isinstance(module, _LISTS) and is_block(child):

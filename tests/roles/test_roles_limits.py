@@ -88,6 +88,12 @@ def test_prediction_heads_beside_a_decoder_are_no_blocks() -> None:
     assert [block.name for block in find_roles(model).blocks] == ["layers.0"]
 
 
+def test_a_list_in_a_list_is_no_block() -> None:
+    """Stages of hierarchical models: nothing runs a list, and so none would be met in a pass."""
+    stages = nn.ModuleList([nn.ModuleList([_Item(), _Item()]), nn.ModuleList([_Item()])])
+    assert [block.name for block in find_roles(stages).blocks] == ["0.0", "0.1", "1.0"]
+
+
 def test_each_tower_follows_its_own_config() -> None:
     text = {**TINY["gemma3"].options}
     vision = {**TINY["clip_vision_model"].options}

@@ -80,8 +80,9 @@ class Match(NamedTuple):
 
 
 def label_names(config: Any) -> list[str]:
-    """The names that a model gives its labels, in their order."""
-    return [str(config.id2label[index]) for index in sorted(config.id2label)]
+    """The names that a model gives its labels, in their order; `LABEL_0` and so on without any."""
+    names = config.id2label or {index: f"LABEL_{index}" for index in range(config.num_labels)}
+    return [str(names[index]) for index in sorted(names)]
 
 
 def is_independent(config: Any) -> bool:

@@ -10,10 +10,16 @@ import pandas as pd
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import AutoConfig
+from transformers import AutoConfig, PvtConfig
 
 from tcompress.data.examples import Needs, load_examples
-from tcompress.data.labels import Classes, classes_of_names, classes_of_numbers, matched
+from tcompress.data.labels import (
+    Classes,
+    classes_of_names,
+    classes_of_numbers,
+    label_names,
+    matched,
+)
 from tcompress.errors import DataError
 from tcompress.evaluation.measuring import evaluate
 from tcompress.models import SourceModel
@@ -91,6 +97,10 @@ def test_labels_of_a_head(
     assert match.labels == labels
     assert (doubt or "") in (match.doubt or "")
     assert (doubt is None) == (match.doubt is None)
+
+
+def test_labels_of_a_head_that_its_config_does_not_name() -> None:
+    assert label_names(PvtConfig(num_labels=2)) == ["LABEL_0", "LABEL_1"]
 
 
 def _accuracy(folder: Path, data: Path) -> tuple[float, tuple[str, ...]]:

@@ -27,6 +27,7 @@ _MAGIC = 0x31424354  # `TCB1`
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _WORDS = 4  # of the header are filled up to a multiple of it
 _CHUNK = 2**22  # numbers that are worked on at a time
+_EXPONENT = 0x7F800000  # bits of a float32 that are the power of two in it
 # Levels that the largest number of a group may stand for, relative to the largest code.
 _STRETCH = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
 
@@ -152,6 +153,11 @@ def _rounded(matrix: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tens
 
     grouped, (lowest, top) = _grouped(matrix, group), code_bounds(bits)
     largest = grouped.abs().amax(-1, keepdim=True)
+    # Relative to the power of two below the largest: float32 holds no squares of very small or very
+    # large numbers, and all scales would look alike.
+    unit = (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
+    unit = torch.where(unit == 0, 1.0, unit)
+    grouped, largest = grouped / unit, largest / unit
     # With eight bits nothing is won by cutting the largest numbers off. Levels below the last one
     # are those of numbers on a grid whose extreme codes none of them has: they stay as they are.
     levels: list[float] = [top]
@@ -169,7 +175,8 @@ def _rounded(matrix: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tens
                 now = tuple(torch.where(better, *pair) for pair in zip(now, best, strict=True))
             best = now
     _, codes, scales = best
-    return codes.flatten(1)[:, : matrix.shape[1]].to(torch.int8), scales.squeeze(-1).bfloat16()
+    scales = (scales * unit).squeeze(-1).bfloat16()
+    return codes.flatten(1)[:, : matrix.shape[1]].to(torch.int8), scales
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

@@ -45,6 +45,16 @@ def test_numbers_on_a_grid_keep_their_codes_without_the_extreme_one() -> None:
     assert torch.equal(found, codes.to(torch.int8))
 
 
+@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize("power", [-100, 100])
+def test_the_size_of_numbers_changes_no_code(bits: int, power: int) -> None:
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
+    codes, scales = quantize(weight, bits, 32)
+    others, sized = quantize(weight * 2.0**power, bits, 32)
+    assert torch.equal(others, codes)
+    assert torch.equal(sized, scales * 2.0**power)
+
+
 def test_factors_are_fitted_to_one_another() -> None:
     """The first factor makes up for what rounding the second one did."""
     generator = torch.Generator().manual_seed(1)

@@ -70,6 +70,8 @@ def _lprod(transform: str) -> Form:
 FORMS = {
     "dense": Form("student"),
     "narrow": Form("student", {"method": "width", "target": 0.25}),
+    "eighth": Form("student", {"method": "width", "target": 0.125}),
+    "sixteenth": Form("student", {"method": "width", "target": 0.0625}),
     "small": Form("teacher", {"at": "32x32"}, 1440, (32, 32), "student"),
     "lprod dct": _lprod("dct"),
     "lprod fitted": _lprod("fitted"),
@@ -93,7 +95,9 @@ def _ways() -> dict[str, Way]:
         ways[f"{form} all"] = Way(form, ("teacher",), {"train": "all"})
         ways[f"{form} two"] = Way(form, both)
         ways[f"{form} two variants"] = Way(form, both, variants=True)
-    ways["narrow self"] = Way("narrow", ("student",))
+    for form in ("narrow", "eighth", "sixteenth"):
+        ways[f"{form} self"] = Way(form, ("student",))
+        ways[f"{form} two"] = Way(form, both)
     return ways
 
 

@@ -38,9 +38,10 @@ class PartialModel:
 
     Its forward passes pause at every block. Everything outside the blocks is loaded at once, the
     output head only where asked for: a calibration stops after the last block. What is not stored
-    at all, such as a pooler that nobody trained, is then zero. Weights are float32, and
-    so are products, but in blocks where the source says otherwise (`autocast`): the head stays
-    exact, since small changes of an output are measured.
+    at all, such as a pooler that nobody trained, is then zero; what need not be, such as sinusoids,
+    is computed as the class does. Weights are float32, and so are products, but in blocks where the
+    source says otherwise (`autocast`): the head stays exact, since small changes of an output are
+    measured.
     """
 
     def __init__(self, source: SourceModel, device: torch.device, *, head: bool = False) -> None:
@@ -63,7 +64,11 @@ class PartialModel:
         skipped = tuple(f"{name}." for name in (*self.blocks, *heads))
         self._load(self._read(name for name in self._stored if not name.startswith(skipped)))
         for name, item in list(self.model.named_parameters(remove_duplicate=False)):
-            if head and item.is_meta and not name.startswith(skipped):
+            if not item.is_meta or name.startswith(skipped):
+                continue
+            if name not in source.keymap.missing:
+                _put(self.model, name, self._computed(name))
+            elif head:
                 _put(self.model, name, torch.zeros(item.shape, device=device))
         self.forwards = {
             name: cast_to(source.autocast, device, forward)
@@ -141,6 +146,14 @@ class PartialModel:
             tied.setdefault(key, []).append(name)
         for group in tied.values():
             yield group, read_finite(self.source.store, self.source.keymap, group[0], CPU)
+
+    def _computed(self, name: str) -> Tensor:
+        """Give the first value of a parameter, which its class does not ask a checkpoint for."""
+        path, _, leaf = name.rpartition(".")
+        # A copy, since all parameters of a module are given their first values together.
+        module = copy.deepcopy(self.model.get_submodule(path)).to_empty(device=self.device)
+        self.model._init_weights(module)  # type: ignore[operator]
+        return module.get_parameter(leaf).detach().float()
 
     def _load(self, weights: Iterable[Weight]) -> None:
         """Put weights into the model, float32, on its device; what is not among them stays."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.blockwise.sensitivity import BackwardWalk
+from tcompress.blockwise.streams import PartialModel
 from tcompress.conversion.converter import convert
 from tcompress.errors import FitError, PlanError, SourceError
 from tcompress.inspection import inspect_model
@@ -78,6 +85,17 @@ def test_a_model_without_its_pooler(tmp_path: Path) -> None:
     done = convert(str(tmp_path / "dense"), chosen, tmp_path / "out", data=calibration("vit"))
     layers = done.manifest.plan.layers
     assert len({entry.parameters / entry.dense_parameters for entry in layers}) > 2
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_sinusoids_that_are_not_stored_are_computed(head: bool, tmp_path: Path) -> None:
+    marian = replace(TINY["bart"], config="MarianConfig", model="MarianMTModel")
+    marian.build().save_pretrained(tmp_path)
+    name = "model.decoder.embed_positions.weight"
+    assert name not in load_file(tmp_path / "model.safetensors")
+    partial = PartialModel(SourceModel.open(str(tmp_path)), torch.device("cpu"), head=head)
+    expected = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).get_parameter(name)
+    assert partial.model.get_parameter(name).equal(expected)
 
 
 def test_old_buffers_stay_behind(tmp_path: Path) -> None:

@@ -153,6 +153,14 @@ def test_gradients_equal_those_of_the_loop(method: str, routing: str) -> None:
     assert_close(got, wanted)
 
 
+def test_an_exported_graph_knows_no_routing() -> None:
+    experts = _structured("residual")
+    traced: Any = torch.export.export(experts, _call("balanced"))
+    for routing in ("unbalanced", "all to one", "dropped tokens"):
+        call = _call(routing)
+        assert_close(traced.module()(*call), _loop(_weights(experts), *call))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), 1e200])
 def test_experts_that_a_token_did_not_choose_do_not_touch_it(bad: float) -> None:
     experts, call = _structured("lowrank"), _call("idle experts")

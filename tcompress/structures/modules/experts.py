@@ -289,11 +289,17 @@ def _rounds(index: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tenso
     """Deals tokens out to experts in rounds of equal capacity, so that every product is batched.
 
     A round takes up to twice the mean load of every expert; with balanced routing one or two
-    rounds serve all tokens, and memory stays bounded where the routing is not balanced.
+    rounds serve all tokens, and memory stays bounded where the routing is not balanced. An exported
+    graph, which knows no loads, has one round, and in it a place for every token at every expert.
 
     # (tokens, k)
     """
     tokens, k = index.shape
+    if torch.compiler.is_exporting():
+        chosen = index == torch.arange(experts, device=index.device)[:, None, None]
+        rows = torch.arange(tokens, device=index.device).expand(experts, -1)
+        yield rows, chosen.int().argmax(-1), chosen.any(-1)
+        return
     flat = index.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=experts + 1)[:experts]

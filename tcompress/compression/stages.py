@@ -233,6 +233,7 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         # A head that was trained on an encoder comes with the files of the encoder.
         sentences="For" not in kind and encodes_sentences(work.place.model),
         pictures=inputs_of(work.source).image,
+        writes=work.source.model_class.can_generate(),
     )
     measured = Measured(row.bytes, row.speedup)
     return Compressed(

@@ -80,12 +80,20 @@ vectors = model.encode(["A red fox."])"""
 _ONNX = """import onnxruntime, transformers
 inputs = transformers.{reader}.from_pretrained("{folder}")({given}, return_tensors="np")
 outputs = onnxruntime.InferenceSession("{folder}/{path}").run(None, dict(inputs))"""
+_ONNX_WRITER = """# In an environment of its own: pip install 'optimum-onnx[onnxruntime]'
+import transformers
+from optimum.onnxruntime import ORTModelForCausalLM
+inputs = transformers.{reader}.from_pretrained("{folder}")({given}, return_tensors="pt")
+options = {{"subfolder": "onnx", "file_name": "{file}"}}
+outputs = ORTModelForCausalLM.from_pretrained("{folder}", **options).generate(**inputs)"""
 _TORCH = """import tcompress, transformers
 inputs = transformers.{reader}.from_pretrained("{folder}")({given}, return_tensors="pt")
-outputs = transformers.{kind}.from_pretrained("{folder}")(**inputs)"""
+outputs = transformers.{kind}.from_pretrained("{folder}"){call}(**inputs)"""
 
 
-def usage_of(folder: Path, file: str, kind: str, *, sentences: bool, pictures: bool) -> str:
+def usage_of(
+    folder: Path, file: str, kind: str, *, sentences: bool, pictures: bool, writes: bool
+) -> str:
     """Write a few lines of Python that run the model.
 
     Args:
@@ -94,6 +102,7 @@ def usage_of(folder: Path, file: str, kind: str, *, sentences: bool, pictures: b
         kind: Class of the model in Transformers.
         sentences: Whether it is a folder of sentence-transformers.
         pictures: Whether it reads pictures.
+        writes: Whether it writes tokens, each after those before.
     """
     here = Path.cwd()
     facts = {
@@ -103,10 +112,11 @@ def usage_of(folder: Path, file: str, kind: str, *, sentences: bool, pictures: b
         "kind": kind,
         "reader": "AutoImageProcessor" if pictures else "AutoTokenizer",
         "given": "picture" if pictures else '"A red fox."',
+        "call": ".generate" if writes else "",
     }
     if not file.endswith(".onnx"):
         return _TORCH.format(**facts)
-    return (_SENTENCES if sentences else _ONNX).format(**facts)
+    return (_SENTENCES if sentences else _ONNX_WRITER if writes else _ONNX).format(**facts)
 
 
 def columns(rows: Sequence[Row], quality: str | None) -> list[str]:

@@ -16,7 +16,7 @@ from tcompress.artifact.manifest import Speed, manifest_of_dense, read_manifest,
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import partial_folder
 from tcompress.compression import baselines, cutting, stages, working
-from tcompress.compression.table import Row
+from tcompress.compression.table import Row, usage_of
 from tcompress.compression.working import DENSE, Work
 from tcompress.errors import InputError
 from tcompress.options.compress_options import Compress
@@ -25,7 +25,7 @@ from tcompress.progress import Silent
 from tests.support.cli import completed, run
 from tests.support.converted import converted
 from tests.support.evaluation import encoder, pairs_file
-from tests.support.model_folders import sentences, text_file
+from tests.support.model_folders import model_folder, sentences, text_file
 from tests.support.sentence_folders import base, in_old_layout
 from tests.support.tiny import build
 
@@ -90,6 +90,20 @@ def test_a_dense_file_of_eight_bits_may_be_all_that_is_needed(place: Path) -> No
     assert words in (place / "small" / "README.md").read_text()
     assert (place / "small" / "onnx" / "model_int8.onnx").is_file()
     assert json.loads((place / "small" / "config.json").read_text())["model_type"] == "bert"
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "t5"])
+def test_the_printed_lines_run(family: str, tmp_path: Path) -> None:
+    kind = type(build(family))
+    folder, writes = model_folder(family, tmp_path / family), kind.can_generate()
+    how: dict[str, bool] = {"sentences": False, "pictures": False, "writes": writes}
+    names: dict[str, Any] = {}
+    exec(usage_of(folder, "model.safetensors", kind.__name__, **how), names)
+    assert isinstance(names["outputs"], torch.Tensor) == writes
+    # A file with a cache asks for more inputs than a tokenizer gives.
+    lines = usage_of(folder, "onnx/model_int8.onnx", kind.__name__, **how)
+    assert ("ORTModelForCausalLM" in lines) == writes
+    compile(lines, "printed", "exec")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ Parameters = (
 )
 Bytes = (
     Annotated[int, Field(gt=0, le=_MOST)]
-    | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?([KMG]i?)?B$", examples=["60MB"])]
+    | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?([kKMG]i?)?B$", examples=["60MB"])]
 )
 Speedup = Annotated[float, Field(gt=1, le=1000)]
 

@@ -80,13 +80,14 @@ def test_amounts_are_read() -> None:
     assert [parameters_of(text) for text in (7, "7", "1.5K", "30M", "2B")] == [
         7, 7, 1500, 30_000_000, 2_000_000_000,
     ]  # fmt: skip
-    assert [bytes_of(text) for text in (7, "7B", "60MB", "1.5kB".upper(), "2MiB")] == [
+    assert [bytes_of(text) for text in (7, "7B", "60MB", "1.5kB", "2MiB")] == [
         7,
         7,
         60_000_000,
         1500,
         2 * 2**20,
     ]
+    assert _recipe(method={"name": "svd"}, target_bytes="598.5kB")  # as tables print it
 
 
 @quick

@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm, linear, normalize
 
 from tcompress.data.encoding import TextEncoder, load_tokenizer
 from tcompress.data.inputs import Inputs
-from tcompress.errors import DataError, read_json
+from tcompress.errors import DataError, listed, read_json
 from tcompress.models import SourceModel
 from tcompress.models.names import sentence_root
 
@@ -234,6 +234,10 @@ _TEXT_SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+_NOT_FOLLOWED = (
+    *("processing_kwargs", "processor_kwargs", "tokenizer_args", "config_kwargs", "config_args"),
+    *("query_length", "document_length", "query_expansion"),
+)  # settings of a text's tokens and of the transformer, beside its files
 
 
 def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
@@ -246,6 +250,9 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
     output = texts.get("module_output_name", _STATES)
     if last and output != _STATES:
         raise DataError(f"`{source.id}` embeds by `{output}`, expected `{_STATES}`", _HINT)
+    if last and (unknown := [key for key in _NOT_FOLLOWED if texts.get(key)]):
+        text = "`sentence_bert_config.json` says how texts are read by"
+        raise DataError(f"`{source.id}`: {text} {listed(unknown)}, not known here", _HINT)
     similarity = settings.get("similarity_fn_name")
     encoder = SentenceEncoder(
         pooling=Pooling(_modes(options, source), stated=pooling is not None),
@@ -337,10 +344,7 @@ def _layers(modules: list[tuple[str, Path]], source: SourceModel, *, last: bool)
 
 def _dense(folder: Path) -> Dense:
     options = _settings(folder / "config.json")
-    for key in ("module_input_name", "module_output_name"):
-        if options.get(key) not in (None, "sentence_embedding"):
-            text = f"`{folder}` has `{options[key]}` as `{key}`, expected `sentence_embedding`"
-            raise DataError(text, _HINT)
+    _check_names(folder, options)
     activation = str(options.get("activation_function", "torch.nn.Tanh"))
     kind = getattr(nn, activation.rpartition(".")[2], None)
     if not activation.startswith("torch.") or not isinstance(kind, type):
@@ -357,6 +361,19 @@ def _dense(folder: Path) -> Dense:
     )
 
 
+def _check_names(folder: Path, options: Mapping[str, Any]) -> None:
+    """Refuse a module that reads, or makes, anything else than the pooled vectors."""
+    for key in ("module_input_name", "module_output_name"):
+        if options.get(key) not in (None, "sentence_embedding"):
+            text = f"`{folder}` has `{options[key]}` as `{key}`, expected `sentence_embedding`"
+            raise DataError(text, _HINT)
+
+
+def _normalize(folder: Path) -> Callable[[Tensor], Tensor]:
+    _check_names(folder, _settings(folder / "config.json", needed=False))
+    return unit_length
+
+
 def _layer_norm(folder: Path) -> LayerNorm:
     tensors = _tensors(folder, "norm.weight", "norm.bias")
     return LayerNorm(tensors["norm.weight"], tensors["norm.bias"])
@@ -365,7 +382,7 @@ def _layer_norm(folder: Path) -> LayerNorm:
 _READERS: dict[str, Callable[[Path], Callable[[Tensor], Tensor]]] = {
     "Dense": _dense,
     "LayerNorm": _layer_norm,
-    "Normalize": lambda folder: unit_length,
+    "Normalize": _normalize,
 }
 
 

@@ -261,10 +261,17 @@ def test_the_old_layout_is_written_as_today(tmp_path: Path) -> None:
         ("2_Dense/model.safetensors", None, "no `model.safetensors` or `pytorch_model.bin` with"),
         ("2_Dense/config.json", {"activation_function": "own.Act"}, "has the activation `own.Act`"),
         ("2_Dense/config.json", {"module_input_name": "token_embeddings"}, "`module_input_name`"),
+        ("3_Normalize/config.json", {"module_input_name": "token_embeddings"}, "`module_input"),
+        (
+            "sentence_bert_config.json",
+            {"max_seq_length": 9, "processing_kwargs": {"text": {"max_length": 5}}},
+            "says how texts are read by `processing_kwargs`, not known here",
+        ),
+        ("sentence_bert_config.json", {"config_args": {"hidden_act": "relu"}}, "`config_args`"),
     ],
 )
 def test_files_that_cannot_be_right(file: str, content: Any, message: str, tmp_path: Path) -> None:
-    folder = with_dense(base(tmp_path / "model", {"pooling_mode": "mean"}, "Dense"))
+    folder = with_dense(base(tmp_path / "model", {"pooling_mode": "mean"}, "Dense", "Normalize"))
     if content is None:
         (folder / file).unlink()
     else:

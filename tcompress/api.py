@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tcompress.exports.onnx_folder import RuntimeFiles
 from tcompress.fields import ExportFormat
 from tcompress.inspection import inspect_model as inspect
 from tcompress.latency import benchmark
-from tcompress.models import SourceModel, default_output_name
+from tcompress.models import SourceModel, default_output_name, name_of
 from tcompress.options import (
     Bench,
     Convert,
@@ -103,7 +103,7 @@ def convert(
     """
     said = _conversion(recipe, method, calibration, options)
     source = _opened(model, said, revision, token)
-    name = source.id if isinstance(model, Mapping) else str(model)
+    name = source.id if isinstance(model, Mapping) else name_of(model)
     words = short_name(said) or said.label.replace(" + ", "-")
     folder = Path(output or default_output_name(name, words))
     return converter.convert(source, said, folder, force=force, progress=progress)
@@ -145,7 +145,7 @@ def finetune(
             raise RecipeError(f"recipe `{recipe}` has no `finetune`")
         recipe = found
     said = recipe or read(Finetune, options)
-    name = str(model)
+    name = name_of(model)
     folder = Path(output or default_output_name(name, said.task or "healed"))
     return finetuning.finetune(name, said, folder, force=force, token=token, progress=progress)
 
@@ -204,7 +204,8 @@ def sweep(
     given: Any = {"methods": methods or None, "task": task, "data": data, "finetune": finetune}
     timed = bench is not None and bench is not False
     given |= {"bench": bench if timed else None, "keep_models": None if keep_models else False}
-    given["targets"] = None if as_plain(targets) == [*_TARGETS] else targets
+    targets = as_plain(targets)  # which may be an iterator
+    given["targets"] = None if targets == [*_TARGETS] else targets
     _refuse_beside(recipe, **given, calibration=calibration, **options)
     if isinstance(recipe, str | Path):
         recipe = parse_recipe(*find_recipe(recipe))
@@ -222,7 +223,7 @@ def sweep(
             bench=read(Bench, bench if isinstance(bench, Mapping) else {}) if timed else None,
             sweep=read(Sweep, {**named, "keep_models": keep_models}),
         )
-    name = str(model)
+    name = name_of(model)
     adapter = recipe.convert.adapter
     source = SourceModel.open(name, revision=revision, token=token, adapter=adapter)
     folder = Path(output or recipe.output or default_output_name(name, "sweep"))
@@ -305,7 +306,7 @@ def bench(
     _refuse_beside(settings, **options)
     with RuntimeFiles.opened() as files:
         return benchmark.bench(
-            [str(name) for name in _listed(models)],
+            [name_of(name) for name in _listed(models)],
             None if against is None else str(against),
             settings or read(Bench, options),
             save=save,
@@ -346,7 +347,7 @@ def compress(
     """
     return compression.compress(
         model,
-        output or default_output_name(str(model), "small"),
+        output or default_output_name(name_of(model), "small"),
         read(Compress, options),
         force=force,
         token=token,
@@ -390,7 +391,7 @@ def export_onnx(
     """
     return onnx_folder.export_onnx(
         model,
-        output or default_output_name(str(model), to),
+        output or default_output_name(name_of(model), to),
         read(OnnxFiles, options),
         to=to,
         force=force,
@@ -465,7 +466,7 @@ def _opened(
     if not isinstance(model, Mapping):
         adapter = said.adapter
         return SourceModel.open(
-            str(model), revision=revision, token=token, seed=seed, adapter=adapter
+            name_of(model), revision=revision, token=token, seed=seed, adapter=adapter
         )
     if seed is None:
         raise RecipeError("a configuration has no weights", 'add `init="random"`')
@@ -491,6 +492,10 @@ def _conversion(
     said: dict[str, Any] = as_plain(
         {"method": method or {}, "attention": given.pop("attention", {})}
     )
+    for name, value in said.items():
+        if not isinstance(value, Mapping):
+            text = f"`{name}` is a {type(value).__name__}, expected a name, or options with `name`"
+            raise RecipeError(text)
     if said["method"].get("name") in replacement_names():
         said |= {"attention": said["method"], "method": {}}
     if calibration is not None:
@@ -538,8 +543,9 @@ def _refuse_overwritten(options: Mapping[str, Any]) -> None:
 
 
 def _listed(value: Any) -> Any:
-    """A list of names; one name may stand for a list of one."""
-    return [value] if isinstance(value, str | Path) else value
+    """A list of names; what is no list stands for a list of one."""
+    several = isinstance(value, Iterable) and not isinstance(value, str | Path)
+    return list(value) if several else [value]
 
 
 def _refuse_beside(recipe: object, **given: Any) -> None:

@@ -23,6 +23,7 @@ from tcompress.models.names import (
     METHODS,
     encodes_sentences,
     is_only_rounded,
+    name_of,
     read_config,
     resolve,
 )
@@ -108,7 +109,7 @@ def inspect_model(
         SourceError: There is no such model, or it cannot be read.
         ArtifactError: It was converted, and is damaged or too new.
     """
-    name = str(name)
+    name = name_of(name)
     bare = Path(name).expanduser().name == "config.json"
     folder = resolve(name, revision=revision, token=token, weights=not bare)
     if not bare:

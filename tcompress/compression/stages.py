@@ -41,7 +41,7 @@ from tcompress.errors import InputError, Problems, counted
 from tcompress.evaluation.measuring import check_measurement
 from tcompress.fields import RuntimeName
 from tcompress.hf.opening import multiplies_bfloat16
-from tcompress.models.names import carry_files, encodes_sentences
+from tcompress.models.names import carry_files, encodes_sentences, name_of
 from tcompress.options import Finetune
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
@@ -90,7 +90,7 @@ def compress(
     crew = Crew[Job](lambda job: perform(source, job, progress, say))
     with crew.led():
         _check(output, settings, force)
-        source = open_checked(str(model), token, trust_remote_code, converted=False)
+        source = open_checked(name_of(model), token, trust_remote_code, converted=False)
         check_apart(output, source.origin or source.folder, "the model's own folder")
         if settings.task is not None:
             check_measurement(measurement(settings, Effort()), source, heads=True)

@@ -46,7 +46,7 @@ from tcompress.exports.onnx_folder import RuntimeFiles
 from tcompress.fields import RuntimeName
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.models import SourceModel
-from tcompress.models.names import local_folder
+from tcompress.models.names import local_folder, name_of
 from tcompress.options import Evaluate
 from tcompress.progress import Progress, Silent
 
@@ -208,7 +208,7 @@ def evaluate(
     problems = Problems()
     if not models:
         raise InputError("no models to measure", "give the folder or hub id of at least one")
-    names = [str(name) for name in models]
+    names = [name_of(name) for name in models]
     measured = None if isinstance(baseline, str | Path | None) else baseline
     first = str(baseline) if isinstance(baseline, str | Path) else names[0]
     names = names if first in names else [first, *names]

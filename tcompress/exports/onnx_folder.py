@@ -51,6 +51,7 @@ from tcompress.models.names import (
     MANIFEST,
     carry_files,
     forget_code,
+    name_of,
     without_code,
 )
 from tcompress.options.commands import OnnxFiles
@@ -110,7 +111,7 @@ def export_onnx(
     if to == "openvino":
         settings.refuse_bits()
     output = Path(output).expanduser().absolute()
-    source = open_checked(str(model), token=token, trust=trust_remote_code)
+    source = open_checked(name_of(model), token=token, trust=trust_remote_code)
     origin = source.origin or source.folder
     inside = output.is_dir() and output.samefile(origin)
     force = force or inside

@@ -122,7 +122,7 @@ class RandomInputs:
             raise InputError(text, "give a smaller `--generate`")
         ending = f" with {new} tokens after it" if new else ""
         text = f"length {max(lengths)}{ending} was asked for, {have}"
-        raise InputError(text, f"give `--length {room}` or less")
+        raise InputError(text, f"give `--length {room}` or less, or `--at` with so many tokens")
 
     def fitting(self, lengths: Sequence[int], new: int = 0) -> tuple[int, ...]:
         """Keep those lengths that the models have positions for; the longest possible if none."""

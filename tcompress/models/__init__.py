@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from tcompress.models.model import tell_padding as tell_padding
     from tcompress.models.names import ALIASES as ALIASES
     from tcompress.models.names import default_output_name as default_output_name
+    from tcompress.models.names import name_of as name_of
     from tcompress.models.names import resolve as resolve
     from tcompress.models.store import WeightStore as WeightStore
 
 _HOMES = {"SourceModel": "model", "tell_padding": "model", "WeightStore": "store"}
 _HOMES |= dict.fromkeys(("KeyMap", "read_finite", "read_parameter"), "keymap")
-_HOMES |= dict.fromkeys(("ALIASES", "default_output_name", "resolve"), "names")
+_HOMES |= dict.fromkeys(("ALIASES", "default_output_name", "name_of", "resolve"), "names")
 
 
 def __getattr__(name: str) -> Any:

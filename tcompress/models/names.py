@@ -217,6 +217,14 @@ def resolve(
     return transformer_folder(_download(ALIASES.get(name, name), revision, token, near, weights))
 
 
+def name_of(model: object) -> str:
+    """Give the name of a model as text; what is no name is refused, such as a loaded model."""
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    text = f"a `{type(model).__name__}` was given for a model"
+    raise SourceError(text, "give a folder (`model.save_pretrained` writes one) or a hub id")
+
+
 def find_locally(name: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
     """Give the folder as `resolve` does, None where the hub is to be asked; refuse other names."""
     path = expanded(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -66,10 +66,13 @@ def as_plain(value: Any, *, named: bool = True) -> Any:
             inner = as_plain(item, named=named and key != "architecture")
             found[str(key)] = {"name": item} if bare else inner
         return found
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | set | frozenset | range | Iterator):
         return [as_plain(item, named=named) for item in value]
     if value is None or isinstance(value, str | bool):
         return value
+    if isinstance(value, Iterable):
+        text = f"a `{type(value).__name__}` was given, where text, numbers or lists are"
+        raise RecipeError(text, "write data to a file, and give its path")
     if isinstance(value, int) and abs(value) < 10**DIGITS:
         return value
     return value if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -19,7 +19,7 @@ from tcompress.artifact.manifest import ExportedFile, Manifest, read_manifest
 from tcompress.artifact.reader import Artifact, check_files
 from tcompress.attention.replacement import replacement_named
 from tcompress.errors import ArtifactError, InputError
-from tcompress.models import KeyMap, SourceModel, resolve
+from tcompress.models import KeyMap, SourceModel, name_of, resolve
 from tcompress.planning.costs import weight_bytes
 from tcompress.planning.entries import AttentionPlan, LayerPlan, SkippedLayer
 from tcompress.planning.planner import is_table
@@ -56,7 +56,7 @@ def report_of(
     """
     if length < 1:
         raise InputError(f"length is {length}, expected 1 or more")
-    artifact = check_files(resolve(str(name)))
+    artifact = check_files(resolve(name_of(name)))
     opened, trust = str(name if artifact is None else artifact.folder), trust_remote_code
     source = SourceModel.open(opened, trust_remote_code=trust, converted=artifact is not None)
     manifest = read_manifest(source.folder) if artifact is None else artifact.manifest

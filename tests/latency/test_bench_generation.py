@@ -169,7 +169,7 @@ def test_prompts_leave_room(tmp_path: Path) -> None:
     assert inputs.fitting((100, 200), 4) == (60,)
     with pytest.raises(InputError, match="length 61 with 4 tokens after it was asked") as caught:
         inputs.check((8, 61), 4)
-    assert caught.value.hint == "give `--length 60` or less"
+    assert caught.value.hint == "give `--length 60` or less, or `--at` with so many tokens"
     with pytest.raises(InputError, match="64 tokens after a prompt were asked for"):
         inputs.fitting((32,), 64)
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 import tcompress
 from tcompress.cli.bench import bench
 from tcompress.cli.flags import help_of, offers
-from tcompress.errors import InputError, RecipeError
+from tcompress.errors import InputError, RecipeError, SourceError
 from tcompress.fields import Typed, members, option, typed_fields
 from tcompress.options import Bench, Convert, Evaluate, Finetune, Recipe, json_schema, parse_recipe
 from tcompress.options import read as reading
@@ -213,6 +213,35 @@ def test_values_of_python_are_plain_data() -> None:
         read(Evaluate, {"task": "sts", "data": "x", "limit": 1e30})
     with pytest.raises(RecipeError, match=r"`limt`: unknown option; .*did you mean `limit`"):
         read(Evaluate, {"task": "sts", "data": "x", "limt": 3})
+    assert read(Evaluate, {"task": "sts", "data": (f"{x}.csv" for x in "ab")}).data[1] == "b.csv"
+    with pytest.raises(RecipeError, match=r"a `bytes` was given, where text") as caught:
+        read(Evaluate, {"task": "sts", "data": b"sentence1,sentence2"})
+    assert caught.value.hint == "write data to a file, and give its path"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        tcompress.inspect,
+        tcompress.report,
+        tcompress.bench,
+        tcompress.export_onnx,
+        partial(tcompress.convert, method="svd", target=0.5),
+        partial(tcompress.finetune, steps=1),
+        partial(tcompress.compress, size="1MB"),
+        partial(tcompress.sweep, methods=["svd"]),
+        partial(tcompress.evaluate, task="sts", data="x.csv"),
+    ],
+)
+def test_a_loaded_model_is_no_name(ask: Any) -> None:
+    with pytest.raises(SourceError, match=r"a `BertForMaskedLM` was given(.|\n)*save_pretrained"):
+        ask(build("bert"))
+
+
+def test_a_method_is_a_name_or_a_mapping() -> None:
+    method: Any = ["svd"]
+    with pytest.raises(RecipeError, match="`method` is a list, expected a name"):
+        tcompress.plan("minilm", method=method)
 
 
 @pytest.mark.parametrize(

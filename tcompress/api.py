@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,28 @@ __all__ = ["inspect", "keep_weights", "report"]  # beside what is defined here
 _TARGETS = (0.5, 0.25)
 _OF_CELLS = {"method", "structure", *BUDGETS}
 
-# Tensors that are made in a caller's `torch.inference_mode` can neither be trained nor changed in
-# place, and cached ones would stay so. This leaves that mode, and `no_grad` too.
-_trainable = torch.inference_mode(mode=False)
+
+@contextmanager
+def _usual_torch() -> Iterator[None]:
+    """Leave what a caller has set for all of torch, which work would follow in places.
+
+    What is made in `torch.inference_mode` can neither be trained nor changed in place, and cached
+    tensors would stay so; sums in 16 bits (a default dtype, `torch.autocast`) are wrong.
+    """
+    dtype, moved = torch.get_default_dtype(), torch.get_default_device().type != "cpu"
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(mode=False))
+        if moved:
+            stack.enter_context(torch.device("cpu"))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        yield
 
 
-@_trainable
+@_usual_torch()
 def convert(
     model: str | Path | Mapping[str, Any],
     *,
@@ -109,7 +126,7 @@ def convert(
     return converter.convert(source, said, folder, force=force, progress=progress)
 
 
-@_trainable
+@_usual_torch()
 def finetune(
     model: str | Path,
     *,
@@ -150,7 +167,7 @@ def finetune(
     return finetuning.finetune(name, said, folder, force=force, token=token, progress=progress)
 
 
-@_trainable
+@_usual_torch()
 def sweep(
     model: str | Path,
     *,
@@ -231,7 +248,7 @@ def sweep(
     return sweeps.sweep(recipe, source, folder, **shared)
 
 
-@_trainable
+@_usual_torch()
 def evaluate(
     models: str | Path | Sequence[str | Path],
     task: str,
@@ -278,7 +295,7 @@ def evaluate(
     )
 
 
-@_trainable
+@_usual_torch()
 def bench(
     models: str | Path | Sequence[str | Path],
     against: str | Path | None = None,
@@ -316,7 +333,7 @@ def bench(
         )
 
 
-@_trainable
+@_usual_torch()
 def compress(
     model: str | Path,
     output: str | Path | None = None,
@@ -356,7 +373,7 @@ def compress(
     )
 
 
-@_trainable
+@_usual_torch()
 def export_onnx(
     model: str | Path,
     output: str | Path | None = None,
@@ -413,7 +430,7 @@ def export_openvino(
     return export_onnx(model, output, to="openvino", **options)
 
 
-@_trainable
+@_usual_torch()
 def export_dense(
     folder: Path | str, output: Path | str, force: bool = False, progress: Progress | None = None
 ) -> Path:
@@ -439,7 +456,7 @@ def export_dense(
     return dense.export_dense(folder, output, force, progress)
 
 
-@_trainable
+@_usual_torch()
 def plan(
     model: str | Path | Mapping[str, Any],
     *,

@@ -6,7 +6,9 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +25,8 @@ from tcompress.models import resolve
 from tcompress.options import Convert, Finetune
 from tcompress.reporting.model_report import report_of
 from tests.support.cli import run
-from tests.support.model_folders import model_folder, sentences, text_file
+from tests.support.model_folders import sentences, text_file
+from tests.support.sentence_folders import base
 
 
 def model(folder: Path, text: str) -> Path:
@@ -467,15 +470,45 @@ def test_a_disk_that_becomes_full(
 # The Python interface: what it refuses, how it names what it writes, and where it may be called
 
 
-def test_functions_are_called_where_nothing_may_be_trained(own_folder: None) -> None:
-    model_folder("bert", Path("dense"))
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        torch.inference_mode,
+        partial(_default_dtype, torch.bfloat16),
+        partial(torch.device, "meta"),
+        partial(torch.autocast, "cpu", torch.bfloat16),
+    ],
+)
+def test_functions_do_the_same_whatever_torch_was_told(said: Any, own_folder: None) -> None:
+    base(Path("dense"))
     texts = text_file(Path("texts.txt"), sentences(8))
     step = {"steps": 1, "batch_size": 2, "learning_rate": 1e-4, "device": "cpu"}
-    with torch.inference_mode():
-        done = tcompress.convert("dense", method="svd", rank=4, calibration=texts)
-        healed = tcompress.finetune(done.folder, data={"source": [texts]}, **step)
-        tcompress.export_dense(healed.folder, "plain")
-        assert torch.is_inference_mode_enabled()
+
+    def results(place: Path) -> list[bytes]:
+        how = {"method": "svd", "target": 0.5, "calibration": texts}
+        tcompress.convert("dense", output=place / "small", **how)
+        data = {"source": [texts]}
+        tcompress.finetune(place / "small", output=place / "healed", data=data, **step)
+        tcompress.export_dense(place / "healed", place / "plain")
+        return [path.read_bytes() for path in sorted(place.glob("*/model.safetensors"))]
+
+    def state() -> tuple[Any, ...]:
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        return (torch.get_default_dtype(), torch.get_default_device(), *modes)
+
+    alone = results(Path("alone"))
+    with said():
+        before = state()
+        assert results(Path("inside")) == alone
+        assert state() == before
 
 
 def test_options_beside_a_recipe_are_not_forgotten(

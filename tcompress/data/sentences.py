@@ -250,7 +250,10 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
     output = texts.get("module_output_name", _STATES)
     if last and output != _STATES:
         raise DataError(f"`{source.id}` embeds by `{output}`, expected `{_STATES}`", _HINT)
-    if last and (unknown := [key for key in _NOT_FOLLOWED if texts.get(key)]):
+    settings_by_key = {key: texts.get(key) for key in _NOT_FOLLOWED}
+    # That a model's code may run changes no number.
+    unknown = [k for k, v in settings_by_key.items() if v and v != {"trust_remote_code": True}]
+    if last and unknown:
         text = "`sentence_bert_config.json` says how texts are read by"
         raise DataError(f"`{source.id}`: {text} {listed(unknown)}, not known here", _HINT)
     similarity = settings.get("similarity_fn_name")

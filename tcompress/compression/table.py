@@ -85,10 +85,12 @@ import transformers
 from optimum.onnxruntime import ORTModelForCausalLM
 inputs = transformers.{reader}.from_pretrained("{folder}")({given}, return_tensors="pt")
 options = {{"subfolder": "onnx", "file_name": "{file}"}}
-outputs = ORTModelForCausalLM.from_pretrained("{folder}", **options).generate(**inputs)"""
+model = ORTModelForCausalLM.from_pretrained("{folder}", **options)
+outputs = model.generate(**inputs, max_new_tokens=64)"""
 _TORCH = """import tcompress, transformers
 inputs = transformers.{reader}.from_pretrained("{folder}")({given}, return_tensors="pt")
-outputs = transformers.{kind}.from_pretrained("{folder}"){call}(**inputs)"""
+model = transformers.{kind}.from_pretrained("{folder}")
+outputs = model{call}"""
 
 
 def usage_of(
@@ -112,7 +114,7 @@ def usage_of(
         "kind": kind,
         "reader": "AutoImageProcessor" if pictures else "AutoTokenizer",
         "given": "picture" if pictures else '"A red fox."',
-        "call": ".generate" if writes else "",
+        "call": ".generate(**inputs, max_new_tokens=64)" if writes else "(**inputs)",
     }
     if not file.endswith(".onnx"):
         return _TORCH.format(**facts)

@@ -12,7 +12,6 @@ from tcompress.progress import tell
 
 _NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
 _PARTING = re.compile(r"[\s_-]+")
-_TRUTHS = {"false": 0, "true": 1}  # as files of tables have them, where heads have words
 
 Targets = list[int] | list[float] | list[tuple[int, ...]]
 """A class or score for each example, or all classes that it has."""
@@ -95,9 +94,9 @@ def matched(labels: Sequence[str], classes: Classes, data: str) -> Match:
     """Find the label of a head for each class of data.
 
     It is the one of the same name (case and what parts words do not count, `LABEL_3` is called 3,
-    and `03` is too, unless `3` is another label; `true` is called 1), else of the same number.
-    Numbers that count from 1 to the number of labels are moved by one. Where there are only other
-    names, the order decides, and that is doubted.
+    and `03` is too, unless `3` is another label), else of the same number. Numbers that count from
+    1 to the number of labels are moved by one. Where there are only other names, the order decides,
+    and that is doubted.
     """
     names = [classes.names[index] for index in classes.used]
     called_as = _comparison(labels, names)
@@ -234,8 +233,8 @@ def _as_written(name: str) -> str:
 
 
 def _called(name: str) -> str | int:
-    number_of, written = _NUMBER.fullmatch(name.strip()), _as_written(name)
-    return int(number_of[1]) if number_of else _TRUTHS.get(written, written)
+    number_of = _NUMBER.fullmatch(name.strip())
+    return int(number_of[1]) if number_of else _as_written(name)
 
 
 def _inner_number(name: str) -> int | None:
@@ -246,7 +245,7 @@ def _inner_number(name: str) -> int | None:
 
 def are_numbers(names: Sequence[str]) -> bool:
     """Tell whether some are numbers, or as good as numbers."""
-    return any(_NUMBER.fullmatch(name.strip()) for name in names)
+    return any(isinstance(_called(name), int) for name in names)
 
 
 def few(names: Sequence[str]) -> str:

@@ -99,22 +99,6 @@ def test_labels_of_a_head(
     assert (doubt is None) == (match.doubt is None)
 
 
-@pytest.mark.parametrize(
-    ("head", "labels"), [(["True", "False"], (1, 0)), (["false", "true"], (0, 1)), ("01", (0, 1))]
-)
-@pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_labels_called_true_and_false(
-    head: Sequence[str], labels: tuple[int, ...], ending: str, tmp_path: Path
-) -> None:
-    rows = pd.DataFrame({"text": ["a red fox", "a dog", "a cat"], "label": [True, False, True]})
-    data = tmp_path / f"rows.{ending}"
-    getattr(rows, f"to_{ending}")(data, index=False)
-    examples = load_examples(str(data), "train", CLASSES)
-    assert examples.targets == [1, 0, 1]
-    match = matched(head, examples.labels, "rows")
-    assert (match.labels, match.doubt) == (labels, None)
-
-
 def test_labels_of_a_head_that_its_config_does_not_name() -> None:
     assert label_names(PvtConfig(num_labels=2)) == ["LABEL_0", "LABEL_1"]
 

@@ -324,7 +324,7 @@ def bench(
     with RuntimeFiles.opened() as files:
         return benchmark.bench(
             [name_of(name) for name in _listed(models)],
-            None if against is None else str(against),
+            None if against is None else name_of(against),
             settings or read(Bench, options),
             save=save,
             in_runtime=files,

@@ -63,12 +63,9 @@ class PartialModel:
         heads = (name for name, item in self.model.named_modules() if item is output and name)
         skipped = tuple(f"{name}." for name in (*self.blocks, *heads))
         self._load(self._read(name for name in self._stored if not name.startswith(skipped)))
+        self._compute("", skipped)
         for name, item in list(self.model.named_parameters(remove_duplicate=False)):
-            if not item.is_meta or name.startswith(skipped):
-                continue
-            if name not in source.keymap.missing:
-                _put(self.model, name, self._computed(name))
-            elif head:
+            if head and item.is_meta and not name.startswith(skipped):
                 _put(self.model, name, torch.zeros(item.shape, device=device))
         self.forwards = {
             name: cast_to(source.autocast, device, forward)
@@ -118,6 +115,7 @@ class PartialModel:
     def loaded(self, block: str, prefetch: Prefetch) -> Iterator[nn.Module]:
         """Load one block and have the next one read; free the weights of the block afterwards."""
         self._load(prefetch.take(block))
+        self._compute(f"{block}.")
         prefetch.start_after(block)
         module = self.model.get_submodule(block)
         try:
@@ -147,13 +145,24 @@ class PartialModel:
         for group in tied.values():
             yield group, read_finite(self.source.store, self.source.keymap, group[0], CPU)
 
-    def _computed(self, name: str) -> Tensor:
-        """Give the first value of a parameter, which its class does not ask a checkpoint for."""
+    def _compute(self, prefix: str, skipped: tuple[str, ...] = ()) -> None:
+        """Give first values to parameters that their classes do not ask a checkpoint for."""
+        for name, item in list(self.model.named_parameters(remove_duplicate=False)):
+            inside = name.startswith(prefix) and not name.startswith(skipped)
+            if item.is_meta and inside and name not in self.source.keymap.missing:
+                _put(self.model, name, self._first_value(name))
+
+    def _first_value(self, name: str) -> Tensor:
         path, _, leaf = name.rpartition(".")
-        # A copy, since all parameters of a module are given their first values together.
-        module = copy.deepcopy(self.model.get_submodule(path)).to_empty(device=self.device)
+        module = self.model.get_submodule(path)
+        # All parameters of a module get theirs together: of a copy, whose children have no values.
+        empty = {id(x): nn.Parameter(x.to("meta"), False) for x in module.parameters()}
+        module = copy.deepcopy(module, empty)
+        for key, item in module.named_parameters(recurse=False):
+            value = torch.empty(item.shape, device=self.device)
+            module.register_parameter(key, nn.Parameter(value, False))
         self.model._init_weights(module)  # type: ignore[operator]
-        return module.get_parameter(leaf).detach().float()
+        return module.get_parameter(leaf).detach()
 
     def _load(self, weights: Iterable[Weight]) -> None:
         """Put weights into the model, float32, on its device; what is not among them stays."""

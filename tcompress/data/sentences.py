@@ -240,6 +240,13 @@ _NOT_FOLLOWED = (
 )  # settings of a text's tokens and of the transformer, beside its files
 
 
+def _says_something(setting: object) -> bool:
+    """Tell whether a setting may change a number; that a model's code may run does not."""
+    if isinstance(setting, Mapping):
+        return any(_says_something(v) for k, v in setting.items() if k != "trust_remote_code")
+    return bool(setting)
+
+
 def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
     modules = _modules(root)
     pooling = next((folder for kind, folder in modules if kind == "Pooling"), None)
@@ -250,10 +257,7 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
     output = texts.get("module_output_name", _STATES)
     if last and output != _STATES:
         raise DataError(f"`{source.id}` embeds by `{output}`, expected `{_STATES}`", _HINT)
-    settings_by_key = {key: texts.get(key) for key in _NOT_FOLLOWED}
-    # That a model's code may run changes no number.
-    unknown = [k for k, v in settings_by_key.items() if v and v != {"trust_remote_code": True}]
-    if last and unknown:
+    if last and (unknown := [key for key in _NOT_FOLLOWED if _says_something(texts.get(key))]):
         text = "`sentence_bert_config.json` says how texts are read by"
         raise DataError(f"`{source.id}`: {text} {listed(unknown)}, not known here", _HINT)
     similarity = settings.get("similarity_fn_name")

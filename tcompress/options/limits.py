@@ -19,9 +19,9 @@ Parameters = (
     Annotated[int, Field(gt=0, le=_MOST)]
     | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?[KMB]?$", examples=["30M"])]
 )
+_SIZE = r"^[0-9]{1,15}(\.[0-9]{1,15})? ?([kKMG]i?)?B$"
 Bytes = (
-    Annotated[int, Field(gt=0, le=_MOST)]
-    | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?([kKMG]i?)?B$", examples=["60MB"])]
+    Annotated[int, Field(gt=0, le=_MOST)] | Annotated[str, Field(pattern=_SIZE, examples=["60MB"])]
 )
 Speedup = Annotated[float, Field(gt=1, le=1000)]
 

@@ -56,8 +56,9 @@ def report_of(
     """
     if length < 1:
         raise InputError(f"length is {length}, expected 1 or more")
-    artifact = check_files(resolve(name_of(name)))
-    opened, trust = str(name if artifact is None else artifact.folder), trust_remote_code
+    name = name_of(name)
+    artifact = check_files(resolve(name))
+    opened, trust = name if artifact is None else str(artifact.folder), trust_remote_code
     source = SourceModel.open(opened, trust_remote_code=trust, converted=artifact is not None)
     manifest = read_manifest(source.folder) if artifact is None else artifact.manifest
     now = _Counted.of(source, artifact)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any, Literal, cast
@@ -258,6 +258,21 @@ _T5 = Style(_T5_ATTN | _below("*.DenseReluDense", up="wi", down="wo"), bilinear=
 _T5_GATED = Style(
     _T5_ATTN | _below("*.DenseReluDense", gate="wi_0", up="wi_1", down="wo"), bilinear=True
 )
+_SELF_FC = Style(_SELF_ATTN | _MLP_FC)
+_UP_DOWN = Style(_SELF_ATTN | _below("mlp", up="up_proj", down="down_proj"))
+_STARCODER2 = Style(_SELF_ATTN | _below("mlp", up="c_fc", down="c_proj"))
+_PHI = Style(_SELF_ATTN | _below("self_attn", o="dense") | _MLP_FC)
+_GLM = Style(_SELF_ATTN | _below("mlp", gate_up="gate_up_proj", down="down_proj"))
+_FALCON = Style(
+    _below("self_attention", qkv="query_key_value", o="dense")
+    | _below("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
+    interleaved_qkv=True,
+)
+_WAV2VEC2 = Style(
+    _below("attention", q="q_proj", k="k_proj", v="v_proj", o="out_proj")
+    | _below("feed_forward", up="intermediate_dense", down="output_dense"),
+    bilinear=True,
+)
 # Queries and memory are of different texts, as in cross-attention.
 _TAM = Style(
     _below("attention", cross_q="q_proj", cross_k="k_proj", cross_v="v_proj", cross_o="o_proj")
@@ -284,11 +299,97 @@ _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("clip clip_text_model clip_vision_model", (_CLIP,)),
     ("siglip siglip_text_model siglip_vision_model", (_CLIP,)),
     ("tcompress_text", (Style(_SELF_ATTN, bilinear=True),)),
-    ("tcompress_grid", (Style(_SELF_ATTN | _MLP_FC),)),
+    ("tcompress_grid", (_SELF_FC,)),
     ("tcompress_tam", (_TAM, _TAM_WITHOUT_FUSING)),
 )
 FAMILIES: Mapping[str, tuple[Style, ...]] = {
     family: styles for names, styles in _ROWS for family in names.split()
+}
+
+# Families with blocks like those of others. `tests/roles/test_relatives.py` runs each of them: what
+# is said to read one input does, in this order, and neurons and bases of heads are free. A block
+# that has other layers, as some configs ask for, is scanned; nothing is known of their attention.
+_RELATIVES: tuple[tuple[str, Style], ...] = (
+    (
+        """
+        align_text_model altclip_text_model bert-generation big_bird bridgetower
+        bridgetower_text_model bros canine chinese_clip_text_model clap_text_model data2vec-text dpr
+        git layoutlm layoutlmv3 megatron-bert mra nystromformer rembert roberta-prelayernorm
+        roc_bert tapas visual_bert xlm-roberta-xl
+        """,
+        _BERT,
+    ),
+    ("roformer", replace(_BERT, bilinear=False)),
+    (
+        """
+        blt_patcher cohere cohere2 csm_depth_decoder_model cwm diffllama emu3_text_model ernie4_5
+        esmc eurobert exaone4 flint gemma4_unified_text granite granite4_vision_text
+        granite_docling_text granite_swa gte helium hyperclovax ministral3 mllama_text_model
+        molmo2_text nomic_bert olmo olmo3 qwen3_omni_moe_talker_code_predictor qwen3_vl_text
+        seed_oss stablelm t5gemma2_text ultrabert vaultgemma voxtral_realtime_encoder
+        """,
+        _LLAMA,
+    ),
+    (
+        """
+        cohere2_moe flex_olmo gpt_oss mellum minimax_m2 phimoe qwen3_omni_moe_text
+        qwen3_vl_moe_text
+        """,
+        _MOE,
+    ),
+    ("bloom falcon", _FALCON),
+    ("glm glm4", _GLM),
+    ("phi", _PHI),
+    ("phi4_multimodal", _PHI3),
+    ("starcoder2", _STARCODER2),
+    ("apertus arcee jais2", _UP_DOWN),
+    ("gpt_neox_japanese", _GPT_NEOX),
+    ("imagegpt openai-gpt", _GPT2),
+    (
+        """
+        biogpt blenderbot-small moss_transcribe_diarize_audio musicgen_melody_decoder plbart
+        qwen2_audio_encoder speech_to_text voxtral_encoder
+        """,
+        _BART,
+    ),
+    ("udop", _T5),
+    ("pop2piano", _T5_GATED),
+    (
+        """
+        altclip_vision_model chinese_clip_vision_model clipseg_text_model clipseg_vision_model
+        git_vision_model groupvit_text_model idefics3_vision metaclip_2_text_model
+        metaclip_2_vision_model owlv2_text_model owlv2_vision_model owlvit_text_model
+        owlvit_vision_model phi4_multimodal_vision siglip2_text_model smolvlm_vision
+        tipsv2_text_model xclip_text_model
+        """,
+        _CLIP,
+    ),
+    ("mlcd_vision_model", replace(_CLIP, bilinear=False)),
+    (
+        """
+        audio-spectrogram-transformer beit dinov2 dinov2_with_registers ijepa pixio radio
+        tipsv2_vision_model videoprism_text_model videoprism_vision_model vit_mae vit_msn vivit
+        """,
+        _VIT,
+    ),
+    (
+        """
+        data2vec-vision dpt flava_image_model flava_multimodal_model flava_text_model vilt yolos
+        """,
+        _VIDEOMAE,
+    ),
+    (
+        """
+        glmasr_encoder gradium_phonon_tts jina_embeddings_v3 nanochat
+        nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp
+        nemotron3_diarization_audio pocket_tts
+        """,
+        _SELF_FC,
+    ),
+    ("data2vec-audio hubert sew unispeech unispeech-sat wav2vec2", _WAV2VEC2),
+)
+RELATIVES: Mapping[str, Style] = {
+    family: style for names, style in _RELATIVES for family in names.split()
 }
 
 # Modules that have no role although their family is known.

@@ -18,6 +18,7 @@ from tcompress.roles.families import (
     FAMILIES,
     GROUP_OF_ROLE,
     REFUSED_MODULES,
+    RELATIVES,
     Attention,
     Block,
     Layer,
@@ -138,8 +139,8 @@ def _read(site: _Site, known: Reasons) -> tuple[tuple[Layer, ...], tuple[Refusal
         name: reason_to_refuse(name, site.block) or known.get(module)
         for name, module in modules.items()
     }
-    if site.family in FAMILIES:
-        style, roles = _match(site, list(modules))
+    style, roles = _match(site, reasons)
+    if style is not None:
         layers = [_layer(site, role, name, style) for role, name in roles.items()]
         default = f"the table of family `{site.family}` gives it no role"
     else:
@@ -173,9 +174,20 @@ def _outside(whole: _Site, sites: Collection[_Site], known: Reasons) -> Iterator
             yield _layer(whole, "linear", name, None)
 
 
-def _match(site: _Site, names: list[str]) -> tuple[Style, dict[Role, str]]:
-    """Find the style whose rows are all in the block, and the module of each row."""
-    found = [(style, *match(style.roles, names)) for style in FAMILIES[site.family]]
+def _match(site: _Site, reasons: Mapping[str, str | None]) -> tuple[Style | None, dict[Role, str]]:
+    """Find the style whose rows are all in the block, and the module of each row.
+
+    There is none for a block that is scanned. `reasons` why modules are left alone are by path.
+    """
+    if site.family not in FAMILIES:
+        relative, free = (
+            RELATIVES.get(site.family),
+            {n for n, why in reasons.items() if why is None},
+        )
+        roles, missing = match(relative.roles, free) if relative else ({}, [])
+        fits = not missing and {*roles.values()} == free
+        return (relative, roles) if fits else (None, {})
+    found = [(style, *match(style.roles, reasons)) for style in FAMILIES[site.family]]
     style, roles, missing = min(found, key=lambda item: len(item[2]))
     if not missing:
         return style, roles
@@ -222,10 +234,12 @@ def _asked(model: nn.Module, question: str) -> nn.Module | None:
 
 
 def _warnings(family: str, sites: Collection[_Site], blocks: Collection[Block]) -> tuple[str, ...]:
+    tables = FAMILIES.keys() | RELATIVES.keys()
+    scanned = {b.name for b in blocks if any(layer.role == "linear" for layer in b.layers)}
     warnings = [
         f"family `{name}` has no table of roles: its linear layers were found by their place in a"
         " numbered list, so that roles, shared inputs and order of execution are unknown"
-        for name in sorted({site.family for site in sites} - FAMILIES.keys())
+        for name in sorted({x.family for x in sites if x.family not in tables or x.name in scanned})
     ]
     again = sorted({layer.role for block in blocks for layer in block.layers if layer.calls > 1})
     if again:
@@ -346,6 +360,8 @@ def _masked(model: nn.Module) -> str | None:
 
 
 def _reason(module: nn.Module, family: str, width: int) -> str | None:
+    if family in RELATIVES:
+        return f"nothing is known of how family `{family}` masks and places what it attends to"
     if not width:
         return "the width of its heads is not known"
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)

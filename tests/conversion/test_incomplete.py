@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,20 @@ def test_sinusoids_that_are_not_stored_are_computed(head: bool, tmp_path: Path) 
     partial = PartialModel(SourceModel.open(str(tmp_path)), torch.device("cpu"), head=head)
     expected = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).get_parameter(name)
     assert partial.model.get_parameter(name).equal(expected)
+
+
+def test_what_a_block_need_not_store_is_computed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model: Any = build("llama")
+    state = {k: v for k, v in model.state_dict().items() if "input_layernorm" not in k}
+    model.save_pretrained(tmp_path, state_dict=state)
+    kind: Any = type(model)
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_missing", [r"input_layernorm\.weight"])
+    partial = PartialModel(SourceModel.open(str(tmp_path)), torch.device("cpu"))
+    block = next(iter(partial.blocks))
+    with closing(partial.prefetch([block])) as reader, partial.loaded(block, reader) as module:
+        assert bool(module.input_layernorm.weight.eq(1).all())
 
 
 def test_old_buffers_stay_behind(tmp_path: Path) -> None:

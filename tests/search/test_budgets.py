@@ -87,7 +87,7 @@ def test_amounts_are_read() -> None:
         1500,
         2 * 2**20,
     ]
-    assert _recipe(method={"name": "svd"}, target_bytes="598.5kB")  # as tables print it
+    assert _recipe(method={"name": "svd"}, target_bytes="598.5 kB")  # as tables print it
 
 
 @quick

@@ -1,0 +1,119 @@
+"""Families with blocks like those of others: what their tables say is true of a model that runs."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import zoo
+from tcompress import api
+from tcompress.planning.sites import Coupling, couplings
+from tcompress.roles import Block, Layer
+from tcompress.roles.families import RELATIVES
+from tcompress.roles.find import find_roles
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, at sizes as small as these
+
+# Models that those are part of which are none by themselves.
+WHOLE = {"bridgetower_text_model": "bridgetower", "mlcd_vision_model": "mlcd"}
+WHOLE |= {"t5gemma2_text": "t5gemma2"}
+OFTEN = ("bloom", "cohere", "dinov2", "gpt_oss", "imagegpt", "jina_embeddings_v3", "plbart")
+
+
+def _model(family: str) -> tuple[Any, dict[str, Any]]:
+    model, inputs = zoo.build(WHOLE.get(family, family))
+    assert inputs is not None
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # norms of ones, and no biases, would hide what stands between layers
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.eval(), inputs
+
+
+def _readings(model: nn.Module, block: Block, inputs: dict[str, Any]) -> dict[str, list[int]]:
+    """Numbers of the tensors that the layers of a block read, by name in order of execution."""
+    tensors: dict[int, int] = {}
+    kept: list[Tensor] = []  # whose addresses no other tensor has meanwhile
+    readings = defaultdict[str, list[int]](list)
+
+    def read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        kept.append(x)
+        readings[name].append(tensors.setdefault(x.data_ptr(), len(tensors)))
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: read(name, args, kwargs), with_kwargs=True
+        )
+        for name in {layer.name for layer in block.layers}
+    ]
+    zoo.outputs(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    return readings
+
+
+def _weight(model: nn.Module, layer: Layer) -> Tensor:
+    weight = model.get_parameter(layer.weight_name)
+    return weight.mT if layer.kind == "conv1d" else weight
+
+
+@torch.no_grad()
+def _turn(model: nn.Module, coupling: Coupling, *, reads: bool) -> None:
+    """Change the basis of the channels between layers, on both sides where the reader follows."""
+    size, generator = coupling.size, torch.Generator().manual_seed(2)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
+    if coupling.kind == "neurons":
+        basis = torch.eye(size)[torch.randperm(size, generator=generator)]
+    for layer, part in coupling.writers:
+        rows = [_weight(model, layer)[layer.rows_of(part)]]
+        bias = model.get_submodule(layer.name).bias if layer.bias else None
+        rows += [] if bias is None else [bias[layer.rows_of(part)]]
+        for item in rows:
+            item.copy_((basis @ item.reshape(-1, size, item[0].numel())).reshape(item.shape))
+    if coupling.reader is not None and reads:
+        columns = _weight(model, coupling.reader)
+        columns.copy_((columns.reshape(len(columns), -1, size) @ basis.T).reshape(columns.shape))
+
+
+@pytest.mark.often(*OFTEN)
+@pytest.mark.parametrize("family", sorted(RELATIVES))
+def test_a_relative_is_what_its_table_says(family: str) -> None:
+    model, inputs = _model(family)
+    want, ran = zoo.outputs(model, inputs), list[Block]()
+    for block in find_roles(model).blocks:
+        readings = _readings(model, block, inputs)
+        if not readings or any(layer.role == "linear" for layer in block.layers):
+            continue  # a tower that these inputs do not reach, or that is scanned
+        ran.append(block)
+        # Experts have two groups in one module.
+        groups = [*dict.fromkeys(frozenset(x.name for x in group) for group in block.groups)]
+        assert [*dict.fromkeys(next(g for g in groups if n in g) for n in readings)] == groups
+        for names in groups:
+            assert len({*map(tuple, (readings[name] for name in names))}) == 1
+            assert all(len(readings[name]) == 1 for name in names)
+    assert ran
+    free = [item for block in ran for item in couplings(block)]
+    free = [item for item in free if all(layer.kind != "experts" for layer, _ in item.writers)]
+    for item in free:
+        _turn(model, item, reads=True)
+    got = zoo.outputs(model, inputs)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+
+
+@pytest.mark.often(*OFTEN[:3])
+@pytest.mark.parametrize("family", sorted(RELATIVES))
+def test_a_relative_becomes_narrower(family: str, tmp_path: Path) -> None:
+    model, inputs = _model(family)
+    model.save_pretrained(tmp_path / "dense")
+    sizes = {"keep_neurons": 0.5, "head_size": 0.5}
+    options = {"method": "width", "calibration": "none", **sizes}
+    done = api.convert(tmp_path / "dense", output=tmp_path / "small", **options)
+    assert done.manifest.plan.kept < 0.8
+    small = type(model).from_pretrained(tmp_path / "small").eval()
+    assert all(bool(torch.isfinite(item).all()) for item in zoo.outputs(small, inputs)[:1])

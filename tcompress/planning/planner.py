@@ -224,6 +224,9 @@ class _Planner:
         name, path = map(self.source.keymap.checkpoint_prefix, (layer.name, block.name))
         entry = LayerPlan(name=name, block=path, parts=tuple(parts), reads=reads, **facts)
         share = kept_share(entry, sharing)
+        if choice.method.narrows and layer.role == "linear":
+            reason = "it is not known with which layers it has channels in common"
+            raise Refusal(reason, "choose a method of single layers, such as `svd`")
         if share > 1 or (share == 1 and not (entry.is_plain and calibrated)):
             reason = f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}"
             larger = ", or a larger p" if hasattr(choice.method, "p") else ""

@@ -268,6 +268,33 @@ _FALCON = Style(
     | _below("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
     interleaved_qkv=True,
 )
+_GPTJ = Style(
+    _below("attn", q="q_proj", k="k_proj", v="v_proj", o="out_proj")
+    | _below("mlp", up="fc_in", down="fc_out")
+)
+_CODEGEN = Style(
+    _below("attn", qkv="qkv_proj", o="out_proj") | _below("mlp", up="fc_in", down="fc_out"),
+    interleaved_qkv=True,
+)
+_MPT = Style(
+    _below("attn", qkv="Wqkv", o="out_proj") | _below("ffn", up="up_proj", down="down_proj"),
+    interleaved_qkv=True,
+)
+_PERSIMMON = Style(
+    _below("self_attn", qkv="query_key_value", o="dense")
+    | _below("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
+    interleaved_qkv=True,
+)
+_GPT_BIGCODE = Style(_GPT2.roles, interleaved_qkv=True)
+_ATTENTION = _below("attention", q="q_proj", k="k_proj", v="v_proj", o="o_proj")
+_DINOV3 = Style(_ATTENTION | _below("mlp", up="up_proj", down="down_proj"))
+_PIXTRAL = Style(
+    _ATTENTION | _below("feed_forward", gate="gate_proj", up="up_proj", down="down_proj")
+)
+# An expert for all tokens, before or after those that they choose.
+_SHARED_EXPERT = _below("mlp.shared_expert*", gate="gate_proj", up="up_proj", down="down_proj")
+_SHARED_FIRST = Style(_SELF_ATTN | _SHARED_EXPERT | _EXPERTS)
+_SHARED_LAST = Style(_SELF_ATTN | _EXPERTS | _SHARED_EXPERT)
 _WAV2VEC2 = Style(
     _below("attention", q="q_proj", k="k_proj", v="v_proj", o="out_proj")
     | _below("feed_forward", up="intermediate_dense", down="output_dense"),
@@ -306,10 +333,11 @@ FAMILIES: Mapping[str, tuple[Style, ...]] = {
     family: styles for names, styles in _ROWS for family in names.split()
 }
 
-# Families with blocks like those of others. `tests/roles/test_relatives.py` runs each of them: what
-# is said to read one input does, in this order, and neurons and bases of heads are free. A block
-# that has other layers, as some configs ask for, is scanned; nothing is known of their attention.
-_RELATIVES: tuple[tuple[str, Style], ...] = (
+# Families with blocks like those of others, or nearly so. `tests/roles/test_relatives.py` runs all:
+# what is said to read one input does, in this order, and neurons and bases of heads are free. A
+# block that has other layers, as some configs ask for, is scanned; nothing is known of their
+# attention.
+_RELATIVES: tuple[tuple[str, tuple[Style, ...]], ...] = (
     (
         """
         align_text_model altclip_text_model bert-generation big_bird bridgetower
@@ -317,9 +345,9 @@ _RELATIVES: tuple[tuple[str, Style], ...] = (
         git layoutlm layoutlmv3 megatron-bert mra nystromformer rembert roberta-prelayernorm
         roc_bert tapas visual_bert xlm-roberta-xl
         """,
-        _BERT,
+        (_BERT,),
     ),
-    ("roformer", replace(_BERT, bilinear=False)),
+    ("roformer", (replace(_BERT, bilinear=False),)),
     (
         """
         blt_patcher cohere cohere2 csm_depth_decoder_model cwm diffllama emu3_text_model ernie4_5
@@ -328,32 +356,41 @@ _RELATIVES: tuple[tuple[str, Style], ...] = (
         molmo2_text nomic_bert olmo olmo3 qwen3_omni_moe_talker_code_predictor qwen3_vl_text
         seed_oss stablelm t5gemma2_text ultrabert vaultgemma voxtral_realtime_encoder
         """,
-        _LLAMA,
+        (_LLAMA,),
     ),
     (
         """
         cohere2_moe flex_olmo gpt_oss mellum minimax_m2 phimoe qwen3_omni_moe_text
         qwen3_vl_moe_text
         """,
-        _MOE,
+        (_MOE,),
     ),
-    ("bloom falcon", _FALCON),
-    ("glm glm4", _GLM),
-    ("phi", _PHI),
-    ("phi4_multimodal", _PHI3),
-    ("starcoder2", _STARCODER2),
-    ("apertus arcee jais2", _UP_DOWN),
-    ("gpt_neox_japanese", _GPT_NEOX),
-    ("imagegpt openai-gpt", _GPT2),
+    ("ernie4_5_moe qwen2_moe", (_SHARED_FIRST, _LLAMA)),
+    ("exaone_moe glm4_moe solar_open", (_SHARED_LAST, _LLAMA)),
+    ("bloom falcon", (_FALCON,)),
+    ("codegen", (_CODEGEN,)),
+    ("dinov3_vit", (_DINOV3, Style(_ATTENTION | _GATED))),
+    ("gpt_bigcode", (_GPT_BIGCODE,)),
+    ("gptj", (_GPTJ,)),
+    ("mpt", (_MPT,)),
+    ("persimmon", (_PERSIMMON,)),
+    ("pixtral", (_PIXTRAL,)),
+    ("glm glm4", (_GLM,)),
+    ("phi", (_PHI,)),
+    ("phi4_multimodal", (_PHI3,)),
+    ("starcoder2", (_STARCODER2,)),
+    ("apertus arcee jais2", (_UP_DOWN,)),
+    ("gpt_neox_japanese", (_GPT_NEOX,)),
+    ("imagegpt openai-gpt", (_GPT2,)),
     (
         """
         biogpt blenderbot-small moss_transcribe_diarize_audio musicgen_melody_decoder plbart
         qwen2_audio_encoder speech_to_text voxtral_encoder
         """,
-        _BART,
+        (_BART,),
     ),
-    ("udop", _T5),
-    ("pop2piano", _T5_GATED),
+    ("udop", (_T5,)),
+    ("pop2piano", (_T5_GATED,)),
     (
         """
         altclip_vision_model chinese_clip_vision_model clipseg_text_model clipseg_vision_model
@@ -362,21 +399,21 @@ _RELATIVES: tuple[tuple[str, Style], ...] = (
         owlvit_vision_model phi4_multimodal_vision siglip2_text_model smolvlm_vision
         tipsv2_text_model xclip_text_model
         """,
-        _CLIP,
+        (_CLIP,),
     ),
-    ("mlcd_vision_model", replace(_CLIP, bilinear=False)),
+    ("mlcd_vision_model", (replace(_CLIP, bilinear=False),)),
     (
         """
         audio-spectrogram-transformer beit dinov2 dinov2_with_registers ijepa pixio radio
         tipsv2_vision_model videoprism_text_model videoprism_vision_model vit_mae vit_msn vivit
         """,
-        _VIT,
+        (_VIT,),
     ),
     (
         """
         data2vec-vision dpt flava_image_model flava_multimodal_model flava_text_model vilt yolos
         """,
-        _VIDEOMAE,
+        (_VIDEOMAE,),
     ),
     (
         """
@@ -384,12 +421,12 @@ _RELATIVES: tuple[tuple[str, Style], ...] = (
         nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp
         nemotron3_diarization_audio pocket_tts
         """,
-        _SELF_FC,
+        (_SELF_FC,),
     ),
-    ("data2vec-audio hubert sew unispeech unispeech-sat wav2vec2", _WAV2VEC2),
+    ("data2vec-audio hubert sew unispeech unispeech-sat wav2vec2", (_WAV2VEC2,)),
 )
-RELATIVES: Mapping[str, Style] = {
-    family: style for names, style in _RELATIVES for family in names.split()
+RELATIVES: Mapping[str, tuple[Style, ...]] = {
+    family: styles for names, styles in _RELATIVES for family in names.split()
 }
 
 # Modules that have no role although their family is known.

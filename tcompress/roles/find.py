@@ -180,13 +180,12 @@ def _match(site: _Site, reasons: Mapping[str, str | None]) -> tuple[Style | None
     There is none for a block that is scanned. `reasons` why modules are left alone are by path.
     """
     if site.family not in FAMILIES:
-        relative, free = (
-            RELATIVES.get(site.family),
-            {n for n, why in reasons.items() if why is None},
-        )
-        roles, missing = match(relative.roles, free) if relative else ({}, [])
-        fits = not missing and {*roles.values()} == free
-        return (relative, roles) if fits else (None, {})
+        free = {name for name, reason in reasons.items() if reason is None}
+        for relative in RELATIVES.get(site.family, ()):
+            roles, missing = match(relative.roles, free)
+            if not missing and {*roles.values()} == free:
+                return relative, roles
+        return None, {}
     found = [(style, *match(style.roles, reasons)) for style in FAMILIES[site.family]]
     style, roles, missing = min(found, key=lambda item: len(item[2]))
     if not missing:

@@ -277,6 +277,8 @@ def test_an_unknown_family_is_scanned(tmp_path: Path) -> None:
     assert any("has no table of roles" in warning for warning in plan.warnings)
     with pytest.raises(PlanError, match="no layer matches `q`"):
         make_plan(recipe(keep=["q"]), _unknown(tmp_path / "again"))
+    with pytest.raises(PlanError, match="it is not known with which layers it has channels"):
+        make_plan(recipe(method={"name": "width"}, target=0.5), _unknown(tmp_path / "again"))
 
 
 @pytest.mark.often("svd-True")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, at sizes a
 
 # Models that those are part of which are none by themselves.
 WHOLE = {"bridgetower_text_model": "bridgetower", "mlcd_vision_model": "mlcd"}
-WHOLE |= {"t5gemma2_text": "t5gemma2"}
+WHOLE |= {"t5gemma2_text": "t5gemma2", "pixtral": "mistral3"}
 OFTEN = ("bloom", "cohere", "dinov2", "gpt_oss", "imagegpt", "jina_embeddings_v3", "plbart")
 
 
@@ -117,3 +117,12 @@ def test_a_relative_becomes_narrower(family: str, tmp_path: Path) -> None:
     assert done.manifest.plan.kept < 0.8
     small = type(model).from_pretrained(tmp_path / "small").eval()
     assert all(bool(torch.isfinite(item).all()) for item in zoo.outputs(small, inputs)[:1])
+
+
+def test_a_block_with_other_layers_is_scanned() -> None:
+    model, _ = _model("cohere")
+    model.model.layers[1].adapter = nn.Linear(8, 8)
+    roles = find_roles(model)
+    scanned = [{layer.role == "linear" for layer in block.layers} for block in roles.blocks]
+    assert scanned == [{False}, {True}]
+    assert roles.warnings[0].startswith("family `cohere` has no table of roles")

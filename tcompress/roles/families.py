@@ -258,6 +258,8 @@ _T5 = Style(_T5_ATTN | _below("*.DenseReluDense", up="wi", down="wo"), bilinear=
 _T5_GATED = Style(
     _T5_ATTN | _below("*.DenseReluDense", gate="wi_0", up="wi_1", down="wo"), bilinear=True
 )
+# As a decoder with an encoder, BigBird gives its self-attention what that puts out.
+_BERT_ENCODER = Style(_BERT_ATTN | _BERT_OUT | _BERT_FFN, bilinear=True)
 _SELF_FC = Style(_SELF_ATTN | _MLP_FC)
 _UP_DOWN = Style(_SELF_ATTN | _below("mlp", up="up_proj", down="down_proj"))
 _STARCODER2 = Style(_SELF_ATTN | _below("mlp", up="c_fc", down="c_proj"))
@@ -340,20 +342,19 @@ FAMILIES: Mapping[str, tuple[Style, ...]] = {
 _RELATIVES: tuple[tuple[str, tuple[Style, ...]], ...] = (
     (
         """
-        align_text_model altclip_text_model bert-generation big_bird bridgetower
+        align_text_model altclip_text_model bert-generation bridgetower
         bridgetower_text_model bros canine chinese_clip_text_model clap_text_model data2vec-text dpr
         git layoutlm layoutlmv3 megatron-bert mra nystromformer rembert roberta-prelayernorm
         roc_bert tapas visual_bert xlm-roberta-xl
         """,
         (_BERT,),
     ),
-    ("roformer", (replace(_BERT, bilinear=False),)),
     (
         """
-        blt_patcher cohere cohere2 csm_depth_decoder_model cwm diffllama emu3_text_model ernie4_5
-        esmc eurobert exaone4 flint gemma4_unified_text granite granite4_vision_text
+        blt_patcher cohere cohere2 csm_depth_decoder_model cwm emu3_text_model ernie4_5
+        esmc eurobert exaone4 flint granite granite4_vision_text
         granite_docling_text granite_swa gte helium hyperclovax ministral3 mllama_text_model
-        molmo2_text nomic_bert olmo olmo3 qwen3_omni_moe_talker_code_predictor qwen3_vl_text
+        molmo2_text nomic_bert olmo3 qwen3_omni_moe_talker_code_predictor qwen3_vl_text
         seed_oss stablelm t5gemma2_text ultrabert vaultgemma voxtral_realtime_encoder
         """,
         (_LLAMA,),
@@ -367,6 +368,7 @@ _RELATIVES: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ),
     ("ernie4_5_moe qwen2_moe", (_SHARED_FIRST, _LLAMA)),
     ("exaone_moe glm4_moe solar_open", (_SHARED_LAST, _LLAMA)),
+    ("big_bird", (_BERT_ENCODER,)),
     ("bloom falcon", (_FALCON,)),
     ("codegen", (_CODEGEN,)),
     ("dinov3_vit", (_DINOV3, Style(_ATTENTION | _GATED))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -141,7 +142,7 @@ def _read(site: _Site, known: Reasons) -> tuple[tuple[Layer, ...], tuple[Refusal
     }
     style, roles = _match(site, reasons)
     if style is not None:
-        layers = [_layer(site, role, name, style) for role, name in roles.items()]
+        layers = _with_roles(site, style, roles)
         default = f"the table of family `{site.family}` gives it no role"
     else:
         layers = [
@@ -184,7 +185,9 @@ def _match(site: _Site, reasons: Mapping[str, str | None]) -> tuple[Style | None
         for relative in RELATIVES.get(site.family, ()):
             roles, missing = match(relative.roles, free)
             if not missing and {*roles.values()} == free:
-                return relative, roles
+                with suppress(InputError):  # code that came with a model may mean other things
+                    _with_roles(site, relative, roles)
+                    return relative, roles
         return None, {}
     found = [(style, *match(style.roles, reasons)) for style in FAMILIES[site.family]]
     style, roles, missing = min(found, key=lambda item: len(item[2]))
@@ -195,6 +198,10 @@ def _match(site: _Site, reasons: Mapping[str, str | None]) -> tuple[Style | None
         f"transformers {transformers.__version__} may name its modules in a new way, or the model"
         " was already changed: load an unchanged checkpoint, or update tcompress",
     )
+
+
+def _with_roles(site: _Site, style: Style, roles: Mapping[Role, str]) -> list[Layer]:
+    return [_layer(site, role, name, style) for role, name in roles.items()]
 
 
 def _layer(

@@ -63,21 +63,31 @@ def _weight(model: nn.Module, layer: Layer) -> Tensor:
 
 
 @torch.no_grad()
-def _turn(model: nn.Module, coupling: Coupling, *, reads: bool) -> None:
-    """Change the basis of the channels between layers, on both sides where the reader follows."""
+def _turn(model: nn.Module, coupling: Coupling) -> None:
+    """Change the basis of the channels between layers, of every head by itself.
+
+    Bases of heads are no rotations, which a norm in between would not notice.
+    """
     size, generator = coupling.size, torch.Generator().manual_seed(2)
-    basis = torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
+    heads = min(part.size for _, part in coupling.writers) // size
+    bases = torch.eye(size) + 0.1 * torch.randn(heads, size, size, generator=generator)
     if coupling.kind == "neurons":
-        basis = torch.eye(size)[torch.randperm(size, generator=generator)]
-    for layer, part in coupling.writers:
-        rows = [_weight(model, layer)[layer.rows_of(part)]]
-        bias = model.get_submodule(layer.name).bias if layer.bias else None
-        rows += [] if bias is None else [bias[layer.rows_of(part)]]
-        for item in rows:
-            item.copy_((basis @ item.reshape(-1, size, item[0].numel())).reshape(item.shape))
-    if coupling.reader is not None and reads:
+        bases = torch.eye(size)[None, torch.randperm(size, generator=generator)]
+    inverses = torch.linalg.inv(bases)
+    for index, (layer, part) in enumerate(coupling.writers):
+        queries = coupling.kind == "scores" and index == 0  # scores are q M^-1 M k
+        basis = inverses.mT if queries else bases
+        basis = basis.repeat_interleave(part.size // size // heads, 0)
+        items = [_weight(model, layer)]
+        items += [model.get_submodule(layer.name).bias] if layer.bias else []
+        for item in items:
+            rows = item[layer.rows_of(part)]
+            rows.copy_((basis @ rows.reshape(len(basis), size, -1)).reshape(rows.shape))
+    if coupling.reader is not None:
         columns = _weight(model, coupling.reader)
-        columns.copy_((columns.reshape(len(columns), -1, size) @ basis.T).reshape(columns.shape))
+        read = columns.reshape(len(columns), -1, size)
+        back = inverses.repeat_interleave(read.shape[1] // heads, 0)
+        columns.copy_(torch.einsum("ohs,hst->oht", read, back).reshape(columns.shape))
 
 
 @pytest.mark.often(*OFTEN)
@@ -100,10 +110,10 @@ def test_a_relative_is_what_its_table_says(family: str) -> None:
     free = [item for block in ran for item in couplings(block)]
     free = [item for item in free if all(layer.kind != "experts" for layer, _ in item.writers)]
     for item in free:
-        _turn(model, item, reads=True)
+        _turn(model, item)
     got = zoo.outputs(model, inputs)
     for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=3e-4 * float(other.abs().max()))
 
 
 @pytest.mark.often(*OFTEN[:3])
@@ -126,3 +136,12 @@ def test_a_block_with_other_layers_is_scanned() -> None:
     scanned = [{layer.role == "linear" for layer in block.layers} for block in roles.blocks]
     assert scanned == [{False}, {True}]
     assert roles.warnings[0].startswith("family `cohere` has no table of roles")
+
+
+def test_a_fused_projection_that_means_something_else_is_scanned() -> None:
+    model, _ = _model("imagegpt")
+    block = find_roles(model).blocks[0].name
+    model.get_submodule(block).attn.c_attn = nn.Linear(64, 144)
+    first, *others = find_roles(model).blocks
+    assert {layer.role for layer in first.layers} == {"linear"}
+    assert "qkv" in {layer.role for layer in others[0].layers}

@@ -70,8 +70,6 @@ def _lprod(transform: str) -> Form:
 FORMS = {
     "dense": Form("student"),
     "narrow": Form("student", {"method": "width", "target": 0.25}),
-    "eighth": Form("student", {"method": "width", "target": 0.125}),
-    "sixteenth": Form("student", {"method": "width", "target": 0.0625}),
     "small": Form("teacher", {"at": "32x32"}, 1440, (32, 32), "student"),
     "lprod dct": _lprod("dct"),
     "lprod fitted": _lprod("fitted"),
@@ -95,9 +93,7 @@ def _ways() -> dict[str, Way]:
         ways[f"{form} all"] = Way(form, ("teacher",), {"train": "all"})
         ways[f"{form} two"] = Way(form, both)
         ways[f"{form} two variants"] = Way(form, both, variants=True)
-    for form in ("narrow", "eighth", "sixteenth"):
-        ways[f"{form} self"] = Way(form, ("student",))
-        ways[f"{form} two"] = Way(form, both)
+    ways["narrow self"] = Way("narrow", ("student",))
     return ways
 
 

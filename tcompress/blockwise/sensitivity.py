@@ -55,13 +55,18 @@ from tcompress.structures.modules.linear import channels_last, factor_layouts
 
 
 class Sensitivity:
-    """Second moments of a linear layer's input and of the gradients at its output, float64."""
+    """Second moments of a linear layer's input and of the gradients at its output, float64.
 
-    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+    Both come from passes in a dtype; None is that of weights.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, device: torch.device, passes: torch.dtype | None = None
+    ) -> None:
         # G, each token by what it is worth  # (in, in)
-        self.inputs = MomentSums(inputs, device=device)
+        self.inputs = MomentSums(inputs, device=device, passes=passes)
         # S, a sum over rows and no mean  # (out, out)
-        self.curvature = ProductSum((outputs, outputs), device)
+        self.curvature = ProductSum((outputs, outputs), device, passes=passes)
         self.weights: dict[int, Tensor] = {}  # by batch  # (tokens,)
 
     @property
@@ -79,7 +84,7 @@ class Sensitivity:
         weights = token_weights(gradient) if weighed else None
         rows = x.float()  # one copy, where sums are of pairs of rows
         self.inputs.add(rows, rows, weights)
-        # Not in bfloat16, if they are: rounded sums of a few large directions outweigh the ridge.
+        # Sums not in bfloat16, if rows are: rounded, a few large directions outweigh the ridge.
         [gradient] = multipliable(gradient.clone())
         self.curvature.add(gradient, gradient)
         if weights is not None:
@@ -184,7 +189,8 @@ class BackwardWalk:
         layers = [layer for layer in block.layers if layer.kind != "experts"]
         weighed, visit = self.sampler.weighs_tokens, partial(self._backward_visit, block.name)
         with self._model.loaded(block.name, prefetch) as module:
-            watch = _Watch(module, block, layers, self.device, gradients=True, weighed=weighed)
+            passes = self.device, self.source.autocast
+            watch = _Watch(module, block, layers, *passes, gradients=True, weighed=weighed)
             return watch.total(self._streams, len(self.batches), visit)
 
     def _backward_visit(self, block: str, index: int) -> None:
@@ -253,7 +259,7 @@ def input_moments(
         remaining.remove(block.name)
         progress(block.name)
         layers = [layer for layer in block.layers if layer.name in names]
-        watch = _Watch(readings.block, block, layers, device)
+        watch = _Watch(readings.block, block, layers, device, source.autocast)
         yield block, watch.total(streams, len(batches), visit)
         if not remaining:
             break
@@ -270,6 +276,7 @@ class _Watch:
     block: Block
     layers: Sequence[Layer]
     device: torch.device
+    passes: torch.dtype | None = None  # dtype of their products
     gradients: bool = False
     weighed: bool = False  # tokens count as much as the gradients that come back to them
     _sums: dict[str, Sensitivity] = field(default_factory=dict)  # by name of a layer
@@ -291,8 +298,9 @@ class _Watch:
                 hook, module = partial(self._ran, layer), self.module.get_submodule(path)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             for run in total.runs():
+                passes = self.device, self.passes
                 self._sums = {
-                    layer.name: Sensitivity(layer.in_features, layer.out_features, self.device)
+                    layer.name: Sensitivity(layer.in_features, layer.out_features, *passes)
                     for layer in self.layers
                 }
                 for index in processes.batches_of(run, batches):

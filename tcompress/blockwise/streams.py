@@ -165,12 +165,23 @@ class PartialModel:
         return module.get_parameter(leaf).detach()
 
     def _load(self, weights: Iterable[Weight]) -> None:
-        """Put weights into the model, float32, on its device; what is not among them stays."""
+        """Put weights into the model, on its device; what is not among them stays.
+
+        They are float32, but for those of linear layers of blocks that a checkpoint holds in the
+        dtype of their products: these would be made from a copy, in every pass anew.
+        """
         for names, value in weights:
             moved = value.to(self.device, non_blocking=pins(self.device))
-            moved = moved.float() if moved.is_floating_point() else moved
+            lowered = moved.dtype == self.source.autocast and all(map(self._is_product, names))
+            moved = moved.float() if moved.is_floating_point() and not lowered else moved
             for name in names:
                 _put(self.model, name, moved)
+
+    def _is_product(self, name: str) -> bool:
+        """Tell whether a parameter is a weight of a linear layer in a block."""
+        path, _, leaf = name.rpartition(".")
+        inside = any(path.startswith(f"{block}.") for block in self.blocks)
+        return inside and leaf == "weight" and type(self.model.get_submodule(path)) is nn.Linear
 
 
 def cast_to(dtype: torch.dtype | None, device: torch.device, forward: Forward) -> Forward:

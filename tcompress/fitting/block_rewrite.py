@@ -142,15 +142,18 @@ Sums = dict[tuple[int, bool], MomentSums | PairedRows]
 """Moments of a layer's input, by expert (0 without any) and whether the rows are held out."""
 
 
-def add_rows(sums: Sums, rows: Rows, *, holdout: bool) -> None:
-    """Add paired rows of both streams to what is summed up of their expert."""
+def add_rows(sums: Sums, rows: Rows, passes: torch.dtype | None = None, *, holdout: bool) -> None:
+    """Add paired rows of both streams to what is summed up of their expert.
+
+    They were computed in the dtype of the `passes`; None is that of weights.
+    """
     expert, dense, new, weights = rows
     if not len(dense):
         return
     key, widths = (expert, holdout), (dense.shape[-1], new.shape[-1])
     if key not in sums:
         only_errors = holdout and widths[0] >= WIDE
-        sums[key] = PairedRows() if only_errors else MomentSums(*widths, dense.device)
+        sums[key] = PairedRows(passes) if only_errors else MomentSums(*widths, dense.device, passes)
     sums[key].add(dense, new, weights)
 
 
@@ -290,7 +293,8 @@ class RewrittenBlock:
             for index in processes.batches_of(run, len(data.batches)):
                 for rows in rows_of(index):
                     with timed(MOMENTS):
-                        add_rows(sums, rows, holdout=index in data.holdout)
+                        held = index in data.holdout
+                        add_rows(sums, rows, self.inputs.source.autocast, holdout=held)
             total.add(sums)
         return total.whole()
 

@@ -19,6 +19,7 @@ from tcompress.linalg.moments import (
     Operator,
     column_gram,
     conjugate_gradients,
+    large_singular_values,
     ridge_level,
     safe_cholesky,
     with_ridge,
@@ -277,6 +278,8 @@ def singular_values(matrix: Tensor) -> Tensor:
 
     # (..., out, d) -> (..., min(out, d))
     """
+    if (values := large_singular_values(matrix)) is not None:
+        return values
     # The squares are what counts: those of the smaller side are as exact, and much faster.
     tall = matrix.shape[-2] >= matrix.shape[-1]
     squares = torch.linalg.eigvalsh(column_gram(matrix if tall else matrix.mT))

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from tcompress.errors import REPAIR, FitError, message_of
 _TILE = 256  # columns of a Gram matrix that are taken at a time
 LARGE = 1024  # rows of a matrix from which less is computed of it
 _LEAST_RATIO = 1e-4  # of an eigenvalue to the largest one: float32 would blur smaller ones
+_MOST_RATIO = 1e5  # of the largest eigenvalue to the mean of others: factors lose small ones beside
 _MOST_OUTLIERS, _FAR_ABOVE = 32, 100.0  # eigenvalues that are taken out, times the others' mean
 _ITERATIONS, _STAGES = 8, 3  # that find them, and how often that is done
 ROWS_AT_ONCE = 2048  # whose products are added at a time
@@ -97,15 +99,19 @@ class RowErrors:
     new: Tensor  # (rows, d')
     dense_mean: Tensor  # E[x], zero where nothing is centred, float64  # (d,)
     mean: Tensor  # E[x'], likewise  # (d',)
+    passes: torch.dtype | None = None  # in which they were computed; `rounded_products`
 
     def norm(self, weight: Tensor) -> float:
         """Returns E||W x||^2.  # (out, d)."""
-        return _energy(self.dense @ weight.to(self.dense).mT)
+        with rounded_products(self.passes):
+            return _energy(self.dense @ weight.to(self.dense).mT)
 
     def error(self, weight: Tensor, fitted: Tensor) -> float:
         """Returns E||W x - V x'||^2 / E||W x||^2.  # (out, d), (out, d')."""
-        exact = self.dense @ weight.to(self.dense).mT
-        return relative_error(_energy(exact - self.new @ fitted.to(self.new).mT), _energy(exact))
+        with rounded_products(self.passes):
+            exact = self.dense @ weight.to(self.dense).mT
+            missed = exact - self.new @ fitted.to(self.new).mT
+        return relative_error(_energy(missed), _energy(exact))
 
 
 def _energy(values: Tensor) -> float:
@@ -182,28 +188,70 @@ def multipliable(*rows: Tensor) -> list[Tensor]:
     return [item.float() if narrow else item.double() for item in rows]
 
 
+@contextmanager
+def rounded_products(dtype: torch.dtype | None) -> Iterator[None]:
+    """Let products of float32 matrices round what they multiply as passes in a dtype do.
+
+    Sums stay float32: those of rows that are in bfloat16 already are what they would be, and take
+    a fraction of the time where there are such units (AMX; of NVIDIA, those for TF32, which rounds
+    less). Elsewhere nothing changes.
+    """
+    if dtype != torch.bfloat16:
+        yield
+        return
+    backends: Any = torch.backends
+    units = [(backends.mkldnn.matmul, "bf16"), (backends.cuda.matmul, "tf32")]
+    before = [unit.fp32_precision for unit, _ in units]
+    try:
+        for unit, precision in units:
+            unit.fp32_precision = precision
+        yield
+    finally:
+        for (unit, _), precision in zip(units, before, strict=True):
+            unit.fp32_precision = precision
+
+
 def add_gram(total: Tensor, rows: Tensor) -> None:
     """Adds sum a_i a_i^T to a float64 sum; of products that are equal one is taken."""
-    for first in range(0, rows.shape[-1], _TILE):
-        last = first + _TILE
-        tile = rows[:, first:].T @ rows[:, first:last]
-        total[first:, first:last] += tile
-        total[first:last, last:] += tile[_TILE:].T
+    add_lower(total, rows)
+    mirror(total)
+
+
+def add_lower(total: Tensor, rows: Tensor) -> None:
+    """Adds what is below the diagonal, and some of what is above it, of sum a_i a_i^T."""
+    for lower, columns in _lower(rows.shape[-1]):
+        total[lower, columns] += rows[:, lower].T @ rows[:, columns]
+
+
+def _lower(size: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of a square matrix in tiles that hold what is below its diagonal."""
+    for first in range(0, size, _TILE):
+        yield slice(first, None), slice(first, first + _TILE)
+
+
+def mirror(total: Tensor) -> None:
+    """Fills what is above the diagonal with what is below it, as `add_lower` leaves it."""
+    starts = range(0, len(total), _TILE)
+    for row, column in ((row, column) for row in starts for column in starts if column < row):
+        tile = total[row : row + _TILE, column : column + _TILE]
+        total[column : column + _TILE, row : row + _TILE] = tile.T
 
 
 @dataclass
 class ProductSum:
     """A sum of products of paired rows, a_i b_i^T, float64 unless less is asked for.
 
-    Rows wait until there are many: the sum is larger than a batch, and is read and written whole.
-    It takes no memory before there are some.
+    Rows wait until there are many: the sum is larger than a batch, and is read and written whole,
+    of a Gram matrix half of it. It takes no memory before there are some.
     """
 
     shape: tuple[int, int]
     device: torch.device | str
     dtype: torch.dtype = torch.float64
+    passes: torch.dtype | None = None  # in which rows were computed; `rounded_products`
     _sum: Tensor | None = None
     _waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _is_half: bool = False  # whether it lacks what is above the diagonal
 
     @property
     def is_empty(self) -> bool:
@@ -214,24 +262,52 @@ class ProductSum:
         """Adds rows, which the caller does not change afterwards; the same twice for a Gram."""
         self._waiting.append((left, right))
         if sum(len(own) for own, _ in self._waiting) >= ROWS_AT_ONCE:
-            self.total()
+            self._sum_up()
 
     def merge(self, other: ProductSum) -> ProductSum:
         """Adds another sum."""
-        if not other.is_empty:
+        if other.is_empty:
+            return self
+        ours, theirs = self._sum_up(), other._sum_up()
+        if self._is_half and other._is_half and len(ours) > LARGE:
+            for lower in _lower(len(ours)):
+                ours[lower] += theirs[lower]
+        else:
             self.total().add_(other.total())
         return self
 
+    def add_outer(self, left: Tensor, right: Tensor) -> None:
+        """Adds a b^T of two vectors, which is symmetric with what else is added to a Gram."""
+        total = self._sum_up()
+        left, right = left.to(total), right.to(total)
+        if self._is_half and len(total) > LARGE:
+            for rows, columns in _lower(len(total)):
+                total[rows, columns].addr_(left[rows], right[columns])
+        else:
+            self.total().addr_(left, right)
+
     def total(self) -> Tensor:
         """Sum up all rows so far."""
+        total = self._sum_up()
+        if self._is_half:
+            mirror(total)
+            self._is_half = False
+        return total
+
+    def _sum_up(self) -> Tensor:
         if self._sum is None:
             self._sum = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         if self._waiting:
             left, right = zip(*self._waiting, strict=True)
-            if all(a is b for a, b in self._waiting):
-                add_gram(self._sum, torch.cat(left))
-            else:
-                self._sum += torch.cat(left).T @ torch.cat(right)
+            is_gram = all(a is b for a, b in self._waiting)
+            if self._is_half and not is_gram:
+                mirror(self._sum)
+            with rounded_products(self.passes):
+                if is_gram:
+                    add_lower(self._sum, torch.cat(left))
+                else:
+                    self._sum += torch.cat(left).T @ torch.cat(right)
+            self._is_half = is_gram
             self._waiting.clear()
         return self._sum
 
@@ -278,14 +354,18 @@ class MomentSums:
     """
 
     def __init__(
-        self, dense: int, new: int | None = None, device: torch.device | str = "cpu"
+        self,
+        dense: int,
+        new: int | None = None,
+        device: torch.device | str = "cpu",
+        passes: torch.dtype | None = None,
     ) -> None:
-        self._sample = PairedRows() if new is not None and dense >= WIDE else None
+        self._sample = PairedRows(passes) if new is not None and dense >= WIDE else None
         new = dense if new is None else new
-        self._sums = [ProductSum((new, new), device), ProductSum((dense, new), device)]
-        if self._sample is None:
-            self._sums.append(ProductSum((dense, dense), device))
-        self._same = ProductSum((new, new), device)  # of rows that are part of all three
+        shapes = [(new, new), (dense, new)] + [(dense, dense)] * (self._sample is None)
+        self._sums = [ProductSum(shape, device, passes=passes) for shape in shapes]
+        # Of rows that are part of all three.
+        self._same = ProductSum((new, new), device, passes=passes)
         self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in (new, dense)]
         # Means of the first rows, of both streams: moments about them do not cancel, nor round.
         self._centres: list[Tensor] = []
@@ -343,9 +423,9 @@ class MomentSums:
         for ours, theirs, (i, j) in totals:
             # sum w (x + s) (y + t)^T = sum w x y^T + (sum w x) t^T + s (sum w y + w t)^T
             right = other._means[j] + other._weight * shifts[j]
-            total = ours.merge(theirs).total()
+            ours.merge(theirs)
             for left, row in ((other._means[i], shifts[j]), (shifts[i], right)):
-                total.addr_(left.to(total), row.to(total))
+                ours.add_outer(left, row)
         for mean, more, shift in zip(self._means, other._means, shifts, strict=True):
             mean += more + other._weight * shift
         if self._sample is not None and other._sample is not None:
@@ -375,15 +455,15 @@ class MomentSums:
             totals = [products.total() for products in self._sums]
             if not self._same.is_empty:
                 totals = [total + self._same.total().to(total) for total in totals]
-        if not all(bool(torch.isfinite(total).all()) for total in totals):
+        if not all(map(is_finite, totals)):
             raise FitError(_NOT_FINITE, REPAIR)
         shifts, means = [total / self._weight for total in self._means], self.means
         parts = []
         for total, (one, two) in zip(totals, pairs, strict=False):
             parts.append(total.div_(self._weight) if last else total / self._weight)
-            parts[-1] -= torch.outer(shifts[one], shifts[two])
+            _add_outer(parts[-1], -shifts[one], shifts[two])
             if not centred:
-                parts[-1] += torch.outer(means[one], means[two])
+                _add_outer(parts[-1], means[one], means[two])
         mean, dense_mean = means if centred else map(torch.zeros_like, means)
         gram, cross, *last_part = parts if len(parts) > 1 else 3 * parts
         # Squares of weights that are hardly above zero may all be none.
@@ -392,13 +472,22 @@ class MomentSums:
         return Moments(gram, cross, sample or last_part[0], mean, dense_mean, max(1, rows))
 
 
+def _add_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds a b^T in place; to a large matrix without another one beside it."""
+    if len(total) > LARGE:
+        total.addr_(left.to(total), right.to(total))
+    else:
+        total += torch.outer(left, right)
+
+
 class PairedRows:
     """Collects paired rows of a wide input, where nothing but errors is asked for.
 
     They are fewer numbers than three moments, and errors by them take fewer operations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, passes: torch.dtype | None = None) -> None:
+        self._passes = passes
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
         self.rows = 0  # of tokens, so far
 
@@ -424,7 +513,7 @@ class PairedRows:
         root, pair = shares.sqrt().float()[:, None], (dense.float(), new.float())
         means = [(shares if centred else 0 * shares) @ rows.double() for rows in pair]
         scaled = [(rows - mean.float()).mul_(root) for rows, mean in zip(pair, means, strict=True)]
-        return RowErrors(*scaled, *means)
+        return RowErrors(scaled[0], scaled[1], means[0], means[1], self._passes)
 
 
 def _ones(rows: Tensor) -> Tensor:
@@ -598,7 +687,7 @@ def fit_lowrank(
     inputs = None if gram is None else safe_cholesky(gram)
     factors = None
     # Small sides gain nothing, so that fits of small models stay as exact as they are.
-    if curvature is not None and gram is not None and _is_large(curvature) and _is_large(gram):
+    if curvature is not None and gram is not None and is_large(curvature) and is_large(gram):
         factors = _large_factors(whitened(target, inputs, None, dense), curvature, rank)
     if factors is None:
         outputs = None if curvature is None else safe_cholesky(curvature)
@@ -612,9 +701,59 @@ def fit_lowrank(
     return balanced(left, right)
 
 
-def _is_large(moment: Tensor) -> bool:
+def is_large(moment: Tensor) -> bool:
     """Tell whether float32 is worth its while: of one large matrix, on the CPU."""
     return moment.ndim == 2 and len(moment) > LARGE and moment.device.type == "cpu"
+
+
+def keeps_in_float32(moment: Tensor) -> bool:
+    """Tell whether float32 holds small eigenvalues of large moments beside the largest."""
+    if not is_large(moment):
+        return False
+    gram = (moment / moment.diagonal().mean()).float()
+    vectors = _outlying_vectors(gram, 2 * _MOST_OUTLIERS)
+    if not vectors.numel():
+        return True
+    values = (gram @ vectors).mul(vectors).sum(0, dtype=torch.float64)
+    others = (gram.diagonal().sum(dtype=torch.float64) - values.sum()) / (len(gram) - len(values))
+    return bool(values.amax() < _MOST_RATIO * others)
+
+
+def large_whitened(weight: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
+    """Returns K^T W L of large moments G = L L^T and S = K K^T, to float32, in float64.
+
+    Both have a ridge, and what is wanted of it are sums of squares.
+    """
+    scales = [moment.diagonal().mean() for moment in (gram, curvature)]
+    pairs = zip((gram, curvature), scales, strict=True)
+    inputs, outputs = (safe_cholesky((moment / scale).float()) for moment, scale in pairs)
+    size = weight.abs().amax()
+    product = whitened(None, inputs, outputs, (weight / size).float()).double()
+    return product.mul_(size * (scales[0] * scales[1]).sqrt())
+
+
+def large_singular_values(matrix: Tensor) -> Tensor | None:
+    """Returns singular values of a large matrix, to float32; nothing of a small one, or of zeros.
+
+    Directions that outweigh all others, beside which float32 loses those, are taken out before.
+
+    (out, d) -> (min(out, d),), float64, the largest first
+    """
+    if not is_large(matrix) or not is_large(matrix.mT):
+        return None
+    size = matrix.abs().amax()
+    if not 0 < float(size) < inf:
+        return None
+    exact = (matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT) / size
+    outliers, gram = _deflated(exact.float(), exact.shape[1])
+    few = outliers.shape[1]
+    squares = torch.linalg.eigvalsh(gram).double().clamp_min(0)
+    space = torch.linalg.qr(exact.mT @ (exact @ outliers.double()))[0]  # as float64 has it
+    far = torch.linalg.svdvals(exact @ space).square()
+    # What is left of all squares tells how large those of the others are together.
+    squares[few:] *= (exact.square().sum() - far.sum()).clamp_min(0) / squares[few:].sum()
+    squares[:few] = far  # in the place of the zeros where they were taken out
+    return squares.sqrt().sort(descending=True)[0].mul_(size)
 
 
 def _large_factors(
@@ -669,6 +808,17 @@ def transposed_product(lower: Tensor, matrix: Tensor) -> Tensor:
         return lower.mT @ matrix
     starts = range(0, len(lower), LARGE)
     return torch.cat([lower[i:, i : i + LARGE].mT @ matrix[i:] for i in starts])
+
+
+def product_with(moment: Tensor, weight: Tensor) -> Tensor:
+    """Returns W C in float64; of large ones to float32, of whose products C is a sum.
+
+    (d, d'), (out, d) -> (out, d')
+    """
+    if not is_large(moment) or len(weight) <= LARGE:
+        return weight.double() @ moment
+    scale = moment.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
+    return (weight.float() @ (moment / scale).float()).double().mul_(scale)
 
 
 def column_gram(matrix: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class Predictor:
                 entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
                 weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
                 with naming(f"layer `{entry.name}`", MORE_DATA):
-                    gram = of_layer.inputs.moments(centred=entry.bias).gram
+                    gram = of_layer.inputs.moments(centred=entry.bias, last=True).gram
                 mean, rows = of_layer.inputs.means[0], max(1, of_layer.rows // probes)
                 curvature = of_layer.curvature.total() / of_layer.rows
                 stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)

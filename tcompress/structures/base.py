@@ -231,10 +231,19 @@ class Target:
     @cached_property
     def whitened(self) -> Tensor:
         """K^T (W C) L^-T, of G = L L^T and S = K K^T: losses are plain sums of squares there."""
-        from tcompress.linalg.moments import safe_cholesky, whitened
+        from tcompress.linalg.moments import (
+            keeps_in_float32,
+            large_whitened,
+            safe_cholesky,
+            whitened,
+        )
 
         assert self.curvature is not None
-        inputs, outputs = map(safe_cholesky, (self.full_gram(), self.curvature))
+        moments = self.full_gram(), self.curvature
+        weight = self.dense_weight if self.cross_product is None else None
+        if weight is not None and all(map(keeps_in_float32, moments)):
+            return large_whitened(weight, *moments)
+        inputs, outputs = map(safe_cholesky, moments)
         return whitened(self.cross_product, inputs, outputs, self.dense_weight)
 
     @cached_property

@@ -29,6 +29,7 @@ from tcompress.linalg.moments import (
     Moments,
     MomentSums,
     PairedRows,
+    ProductSum,
     RowErrors,
     balanced,
     best_factors,
@@ -273,7 +274,7 @@ def test_products_of_large_weights_wait(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("tcompress.linalg.moments.LARGE", 5)
     lazy = Target.of_weight(weight, gram, curvature=curvature)
     assert lazy.cross_product is None
-    assert_close(lazy.spectrum, eager.spectrum)
+    assert_close(lazy.spectrum, eager.spectrum, rtol=1e-5, atol=0)  # of large ones to float32
     assert_close(lazy.product, eager.product)
     method, layout = (
         structure("lowrank"),
@@ -308,6 +309,57 @@ def test_large_fits_by_way_of_float32_lose_nothing(
         return float((missed @ gram).mul(missed).sum() / size**2 / size**2)
 
     assert loss(*near) == pytest.approx(loss(*exact), rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(150, 200), (200, 150)])
+@pytest.mark.parametrize("outlier", [0.0, 50.0, 300.0])
+def test_spectra_by_way_of_float32_lose_nothing(
+    shape: tuple[int, int], outlier: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = randn(*shape).double()
+    curvature, gram = (_moment(size, outlier, seed) for seed, size in enumerate(shape))
+    exact = Target.of_weight(weight, gram, curvature=curvature).spectrum
+    monkeypatch.setattr("tcompress.linalg.moments.LARGE", 100)
+    monkeypatch.setattr("tcompress.linalg.moments._TILE", 70)
+    values = Target.of_weight(weight, gram, curvature=curvature).spectrum
+    losses = [spectrum.square().flip(0).cumsum(0)[30:] for spectrum in (exact, values)]  # by rank
+    assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+
+
+def _moment(size: int, outlier: float, seed: int) -> Tensor:
+    """Moments with a ridge, and a direction that outweighs all others."""
+    rows = randn(4 * size, size, seed=seed).double() * torch.logspace(0, -1, size)
+    far = outlier * torch.nn.functional.normalize(randn(size, seed=seed + 9).double(), dim=0)
+    return rows.T @ rows / len(rows) + torch.outer(far, far) + 0.01 * torch.eye(size)
+
+
+def test_halves_of_large_sums_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [randn(ROWS, WIDTH, seed=seed) + seed for seed in range(3)]
+
+    def gram() -> Tensor:
+        first, *others = (MomentSums(WIDTH) for _ in parts)
+        for sums, rows in zip((first, *others), parts, strict=True):
+            sums.add(rows, rows)
+        for sums in others:
+            first.merge(sums)
+        first.add(parts[0], parts[0])
+        return first.moments(centred=True).gram
+
+    whole = gram()
+    monkeypatch.setattr("tcompress.linalg.moments.LARGE", 5)
+    monkeypatch.setattr("tcompress.linalg.moments._TILE", 5)
+    assert_close(gram(), whole)
+
+
+def test_rounded_products_end_with_their_sums() -> None:
+    x = randn(ROWS, WIDTH).bfloat16().float()
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    total = ProductSum((WIDTH, WIDTH), "cpu", passes=torch.bfloat16)
+    total.add(x, x)
+    assert_close(total.total(), x.double().T @ x.double(), rtol=1e-5, atol=1e-4)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    y = randn(ROWS, WIDTH, seed=1)  # what follows is exact
+    assert_close((x @ y.float().T).double(), x.double() @ y.T, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_of_bfloat16_gradients_stay_definite() -> None:

@@ -8,12 +8,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tcompress.blockwise.streams import PartialModel
 from tcompress.conversion import converter
 from tcompress.conversion.converter import convert
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tests.support.conversions import Told, calibration, make
-from tests.support.tiny import TINY
+from tests.support.conversions import Told, calibration, make, recipe
+from tests.support.tiny import TINY, build
 
 
 @pytest.mark.often("bert-svd", "tcompress_text-svd")
@@ -32,6 +33,30 @@ def test_errors_are_about_those_of_float32(family: str, option: str, tmp_path: P
     torch.testing.assert_close(errors[1].mean(), errors[0].mean(), rtol=rtol, atol=5e-3)
 
 
+@pytest.mark.often("llama", "t5", "mixtral")
+@pytest.mark.parametrize("family", TINY)
+def test_weights_that_are_bfloat16_are_multiplied_as_they_are(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(family).bfloat16().save_pretrained(tmp_path / "dense")
+    data = {"source": "builtin", "mixed_precision": "bf16"}
+    asked = recipe("svd", aware=True, target=0.6, calibration=data)
+    is_product = PartialModel._is_product
+    answers, written = [], list[bytes]()
+
+    def answered(model: PartialModel, name: str) -> bool:
+        answers.append(is_product(model, name))
+        return answers[-1]
+
+    for answer in (answered, lambda *_: False):
+        monkeypatch.setattr(PartialModel, "_is_product", answer)
+        output = tmp_path / str(len(written))
+        convert(str(tmp_path / "dense"), asked, output, data=calibration(family))
+        written.append((output / "model.safetensors").read_bytes())
+    assert any(answers)
+    assert written[0] == written[1]
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_processors_without_such_products_are_told_of(
     fast: bool,
@@ -42,8 +67,8 @@ def test_processors_without_such_products_are_told_of(
     monkeypatch.setattr(converter, "multiplies_bfloat16", lambda: fast)
     monkeypatch.setattr(converter, "choose", Mock(side_effect=InterruptedError))
     asked = {"method": {"name": "svd"}, "target": 0.5, "device": "cpu"}
-    recipe = Convert.model_validate({**asked, "calibration": {"mixed_precision": "bf16"}})
+    chosen = Convert.model_validate({**asked, "calibration": {"mixed_precision": "bf16"}})
     told, data = Told(), calibration("bert")
     with pytest.raises(InterruptedError):
-        convert(sources("bert"), recipe, tmp_path / "small", data=data, progress=told)
+        convert(sources("bert"), chosen, tmp_path / "small", data=data, progress=told)
     assert any("--mixed-precision" in text for text in told.texts) is not fast

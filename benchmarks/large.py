@@ -29,6 +29,7 @@ from memory import SHAPE, make_checkpoint, peak_of
 from tcompress.conversion.converter import convert
 from tcompress.conversion.estimate import estimate
 from tcompress.data.calibration import CalibrationData, most_tokens
+from tcompress.memory import keep_freed_memory, use_huge_pages
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
@@ -74,6 +75,8 @@ def converted(
     folder: str, recipe: dict[str, Any], output: str, samples: int, length: int
 ) -> dict[str, Any]:
     """Convert a model, fitted to texts of random tokens; return the seconds of its stages."""
+    keep_freed_memory()  # as commands do
+    use_huge_pages()
     source, data = SourceModel.open(folder), None
     if samples:
         config, random = source.config, torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ from tcompress.cli.terminal import (
     report_failure,
 )
 from tcompress.errors import InputError
-from tcompress.memory import keep_freed_memory
+from tcompress.memory import keep_freed_memory, use_huge_pages
 from tcompress.progress import Silent, listening
 
 _EPILOG = """\
@@ -120,6 +120,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command, by default what was typed, and ends the program with its exit code."""
     keep_freed_memory()
+    use_huge_pages()
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if typed[:1] == ["help"]:  # what other programs mean by `help`, and `help convert`
         typed = [*typed[1:], "--help"]

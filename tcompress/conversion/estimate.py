@@ -5,18 +5,20 @@ its libraries, and is meant to be right within a third. Without data it is what 
 of layers takes (weights as stored and in float64, dense summands, temporaries, the gradient of a
 fitted transform); with data parameters outside the blocks, the largest block, activations of two
 streams, what layers read, and the moments of the largest input, or those of all layers of a block
-where sensitivity is measured. Time is rough: floating-point operations at an assumed speed, those
-in float64 counted twice. A text has `TOKENS` tokens in the built-in data, or a quarter of the
-longest length allowed; pictures and sounds have as many as their model makes of them.
+where sensitivity is measured. Time is rough: floating-point operations, those in float64 counted
+twice, at a part of the speed at which this processor multiplies matrices. A text has `TOKENS`
+tokens in the built-in data, or a quarter of the longest length allowed; pictures and sounds have as
+many as their model makes of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
-from math import prod
+from math import inf, prod
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS, most_tokens, 
 from tcompress.errors import DiskError
 from tcompress.files import free_bytes
 from tcompress.fitting.block_rewrite import Group
-from tcompress.hf.opening import multiplies_bfloat16, pick_device
+from tcompress.hf.opening import has_bfloat16_tiles, multiplies_bfloat16, pick_device
 from tcompress.linalg.moments import LARGE, ROWS_AT_ONCE, ROWS_KEPT, WIDE
 from tcompress.memory import free_memory
 from tcompress.models import SourceModel
@@ -56,11 +58,15 @@ from tcompress.structures.base import (
 TOKENS = 20
 """Mean length of a built-in text in tokens."""
 
-FLOPS = {"cpu": 5e10, "cuda": 5e12, "mps": 5e11}
-"""Operations in float32 in a second: of one thread of a CPU, of a whole GPU."""
+FLOPS = {"cpu": 1e11, "cuda": 5e12, "mps": 5e11}
+"""Operations in float32 in a second: of one thread of a CPU at most, of a whole GPU."""
+
+REACHED = 0.8  # of the speed of products alone, what a conversion comes to on a CPU
 
 BFLOAT16, EMULATED = 0.4, 3.5
 """Of the time of passes in float32, what they take in bfloat16: with such products, and without."""
+
+TILES = 0.55  # of the time of moments, what they take where tiles (AMX) multiply bfloat16
 
 FEWEST_SAMPLES = 32
 """No fewer samples are proposed where room is lacking."""
@@ -172,6 +178,13 @@ class _Work:
         slow = pick_device(self.recipe.device).type == "cpu" and not multiplies_bfloat16()
         return EMULATED if slow else BFLOAT16
 
+    @property
+    def sum_share(self) -> float:
+        """What moments take, of those of passes in float32."""
+        lowered = self.recipe.calibration.mixed_precision == "bf16"
+        on_tiles = pick_device(self.recipe.device).type == "cpu" and has_bfloat16_tiles()
+        return TILES if lowered and on_tiles else 1.0
+
 
 def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     """Estimate what a conversion will take; no weight is read."""
@@ -251,7 +264,8 @@ def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[in
             flops += 2.0 * count * (passed + work.head_parameters * judged)
             for group, fit in fits:
                 if module_path(source, group[0].block) == block.name:
-                    flops += len(names) * (fitted * float(group[0].in_features) ** 2 + fit.flops)
+                    summed = work.sum_share * fitted * float(group[0].in_features) ** 2
+                    flops += len(names) * (summed + fit.flops)
         after += size
     return candidates, flops
 
@@ -396,11 +410,12 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     inputs = [group[0] for group in read if planned & {layer.weight_name for layer in group}]
     widths = [layer.in_features for layer in inputs]
     moments = sum((3.0 if width >= WIDE else 4.0) * tokens * width**2 for width in widths)
+    moments *= work.sum_share
     room = int(room_on(pick_device(recipe.device)))
     fitting = FitCost(streams + moments, running + tokens * state + min(readings, room))
     # Passes forward, again, and backward, and moments of all layers of a block.
     scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
-    sums = sum(float(x * x + y * y) for x, y in chain(*work.shapes))
+    sums = work.sum_share * sum(float(x * x + y * y) for x, y in chain(*work.shapes))
     passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters
     of_blocks = max((_statistics_memory(shapes, measured) for shapes in work.shapes), default=0)
     memory = running + measured * state + scores + of_blocks
@@ -437,8 +452,25 @@ def _tokens(options: Calibration) -> int:
 
 def _speed(device: str) -> float:
     kind = pick_device(device).type if device == "auto" else device.partition(":")[0]
-    speed = FLOPS.get(kind, FLOPS["cpu"])
-    return speed * torch.get_num_threads() if kind == "cpu" else speed
+    most = FLOPS.get(kind, FLOPS["cpu"])
+    if kind == "cpu":
+        return min(most * torch.get_num_threads(), REACHED * product_speed())
+    return most
+
+
+@cache
+def product_speed() -> float:
+    """Time products of matrices in float32 on the CPU, which takes some hundredths of a second.
+
+    Returns operations in a second, of all threads.
+    """
+    size, seconds = 1024, inf
+    matrix = torch.ones(size, size)
+    for _ in range(8):  # the first one starts threads, and other programs interrupt some
+        start = perf_counter()
+        matrix @ matrix
+        seconds = min(seconds, perf_counter() - start)
+    return 2.0 * size**3 / seconds
 
 
 # Free memory and disk against what a conversion will take, before any work. A disk that is too

@@ -58,8 +58,17 @@ def pick_device(name: str, *, fits: bool = False) -> torch.device:
 
 def multiplies_bfloat16() -> bool:
     """Tell whether products of this processor take less time in bfloat16, or else more."""
+    return has_bfloat16_tiles() or bool(_capabilities().get("avx512_bf16"))
+
+
+def has_bfloat16_tiles() -> bool:
+    """Tell whether this processor multiplies tiles of bfloat16 (AMX)."""
+    return bool(_capabilities().get("amx_bf16"))
+
+
+def _capabilities() -> dict[str, Any]:
     has: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    return has
 
 
 def pick_dtype(name: str | None) -> torch.dtype | None:

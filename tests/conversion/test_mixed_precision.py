@@ -53,7 +53,7 @@ def test_weights_that_are_bfloat16_are_multiplied_as_they_are(
         output = tmp_path / str(len(written))
         convert(str(tmp_path / "dense"), asked, output, data=calibration(family))
         written.append((output / "model.safetensors").read_bytes())
-    assert any(answers)
+    assert any(answers) or family == "gpt2"  # whose layers are no `nn.Linear`
     assert written[0] == written[1]
 
 

@@ -348,7 +348,11 @@ def test_pictures_and_sounds_have_their_own_lengths(estimated: Callable[..., Est
     assert difference("llama", source="texts.txt", max_length=100) == 25
 
 
-def test_ranks_transforms_and_data_cost_time(estimated: Callable[..., Estimate]) -> None:
+def test_ranks_transforms_and_data_cost_time(
+    estimated: Callable[..., Estimate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tcompress.conversion.estimate.product_speed", lambda: 1e10)
+
     def seconds(**options: Any) -> float:
         return estimated("llama", **options).seconds
 

@@ -1,5 +1,6 @@
 """Memory: how much is free, of the machine and within limits of groups; how large blocks are."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -74,6 +75,37 @@ def test_large_blocks_are_kept_and_have_large_pages() -> None:
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if pages.is_file() and "[madvise]" in pages.read_text():
         assert hinted < plain / 4
+
+
+_TENSORS = """
+import resource
+import sys
+from tcompress import memory
+
+if sys.argv[1] == "asked":
+    memory.use_huge_pages()
+import torch
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(5 << 22)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems decide themselves")
+def test_large_tensors_have_huge_pages_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    command = [sys.executable, "-c", _TENSORS]
+    plain, asked = (
+        int(subprocess.run([*command, word], capture_output=True, text=True, check=True).stdout)
+        for word in ("plain", "asked")
+    )
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if pages.is_file() and "[madvise]" in pages.read_text():
+        assert asked < plain / 4
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")  # what a user has said of them
+    memory.use_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
 @pytest.mark.parametrize(("most", "kept"), [(1 << 30, 1 << 26), (1 << 25, 1 << 25), (0, None)])

@@ -358,4 +358,22 @@ def test_ranks_transforms_and_data_cost_time(
 
     assert seconds() < 1
     assert seconds(calibration=DATA) > seconds()
-    assert seconds(calibration=DATA | {"samples": 10**6}) > 20
+    assert (slow := seconds(calibration=DATA | {"samples": 10**6})) > 20
+    monkeypatch.setattr("tcompress.conversion.estimate.product_speed", lambda: 2e10)
+    fast = seconds(calibration=DATA | {"samples": 10**6})
+    assert fast == pytest.approx(slow / 2, abs=0.1)
+
+
+def test_tiles_of_bfloat16_shorten_sums_where_passes_are_in_it(
+    estimated: Callable[..., Estimate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tcompress.conversion.estimate.product_speed", lambda: 1e8)
+    many = DATA | {"samples": 10**6}
+
+    def seconds(tiles: bool, precision: str) -> float:
+        monkeypatch.setattr("tcompress.conversion.estimate.has_bfloat16_tiles", lambda: tiles)
+        asked = {**many, "mixed_precision": precision}
+        return estimated("llama", calibration=asked, device="cpu").seconds
+
+    assert seconds(True, "bf16") < seconds(False, "bf16")
+    assert seconds(True, "no") == seconds(False, "no")

@@ -84,7 +84,7 @@ class Sensitivity:
         weights = token_weights(gradient) if weighed else None
         rows = x.float()  # one copy, where sums are of pairs of rows
         self.inputs.add(rows, rows, weights)
-        # Sums not in bfloat16, if rows are: rounded, a few large directions outweigh the ridge.
+        # No sums in bfloat16, as rows may be: a few large directions outweigh the ridge there.
         [gradient] = multipliable(gradient.clone())
         self.curvature.add(gradient, gradient)
         if weights is not None:
@@ -189,8 +189,8 @@ class BackwardWalk:
         layers = [layer for layer in block.layers if layer.kind != "experts"]
         weighed, visit = self.sampler.weighs_tokens, partial(self._backward_visit, block.name)
         with self._model.loaded(block.name, prefetch) as module:
-            passes = self.device, self.source.autocast
-            watch = _Watch(module, block, layers, *passes, gradients=True, weighed=weighed)
+            facts = module, block, layers, self.device, self.source.autocast
+            watch = _Watch(*facts, gradients=True, weighed=weighed)
             return watch.total(self._streams, len(self.batches), visit)
 
     def _backward_visit(self, block: str, index: int) -> None:
@@ -298,17 +298,16 @@ class _Watch:
                 hook, module = partial(self._ran, layer), self.module.get_submodule(path)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             for run in total.runs():
-                passes = self.device, self.passes
-                self._sums = {
-                    layer.name: Sensitivity(layer.in_features, layer.out_features, *passes)
-                    for layer in self.layers
-                }
+                self._sums = {layer.name: self._empty(layer) for layer in self.layers}
                 for index in processes.batches_of(run, batches):
                     self._rows.batch, self._index = streams[index].batch, index
                     self._called.clear()
                     visit(index)
                 total.add(self._sums)
         return total.whole()
+
+    def _empty(self, layer: Layer) -> Sensitivity:
+        return Sensitivity(layer.in_features, layer.out_features, self.device, self.passes)
 
     def _ran(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         """Add what a layer has read, once the gradients of its output are there."""

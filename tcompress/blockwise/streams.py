@@ -40,8 +40,8 @@ class PartialModel:
     output head only where asked for: a calibration stops after the last block. What is not stored
     at all, such as a pooler that nobody trained, is then zero; what need not be, such as sinusoids,
     is computed as the class does. Weights are float32, and so are products, but in blocks where the
-    source says otherwise (`autocast`): the head stays exact, since small changes of an output are
-    measured.
+    source says otherwise (`autocast`), and linear layers are stored so: the head stays exact, since
+    small changes of an output are measured.
     """
 
     def __init__(self, source: SourceModel, device: torch.device, *, head: bool = False) -> None:

@@ -170,6 +170,8 @@ class _Split:
     def _product(self) -> Tensor:
         """W C, which every round of a sum starts from."""
         assert self.moments is not None
+        if self.moments.is_same:  # W is what solves it: what is rounded away would come back
+            return self.weight @ self.moments.cross
         return product_with(self.moments.cross, self.stored)
 
     def name_of(self, term: _Term, tensor: str) -> str:

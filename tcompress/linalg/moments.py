@@ -94,7 +94,10 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class RowErrors:
-    """Paired rows of both streams, to measure errors by."""
+    """Paired rows of both streams, to measure errors by.
+
+    Of passes in bfloat16 products may round as they do: errors below 1e-4 are then rough.
+    """
 
     dense: Tensor  # times the roots of their shares of all weights, float32  # (rows, d)
     new: Tensor  # (rows, d')
@@ -116,6 +119,7 @@ class RowErrors:
 
 
 def _energy(values: Tensor) -> float:
+    [values] = multipliable(values)
     return float(torch.linalg.vector_norm(values, dim=-1).double().square().sum())
 
 
@@ -191,17 +195,17 @@ def multipliable(*rows: Tensor) -> list[Tensor]:
 
 @contextmanager
 def rounded_products(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let products of float32 matrices round what they multiply as passes in a dtype do.
+    """Let products of float32 matrices round what they multiply, as passes in bfloat16 do.
 
-    Sums stay float32: those of rows that are in bfloat16 already are what they would be, and take
-    a fraction of the time where there are such units (AMX; of NVIDIA, those for TF32, which rounds
-    less). Elsewhere nothing changes.
+    Only where that takes a fraction of the time (AMX; of NVIDIA TF32, which rounds less), and sums
+    stay float32. A setting of the whole process: one thread computes at a time.
     """
     if dtype != torch.bfloat16:
         yield
         return
     backends: Any = torch.backends
     units = [(backends.mkldnn.matmul, "bf16"), (backends.cuda.matmul, "tf32")]
+    usual = backends.fp32_precision  # what units follow that have none of their own
     before = [unit.fp32_precision for unit, _ in units]
     try:
         for unit, precision in units:
@@ -209,7 +213,18 @@ def rounded_products(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         for (unit, _), precision in zip(units, before, strict=True):
-            unit.fp32_precision = precision
+            unit.fp32_precision = "none" if precision == usual else precision
+
+
+@contextmanager
+def _without_autocast(device: torch.device | str) -> Iterator[None]:
+    """Let products be of the dtype of their factors: hooks of modules run within their autocast."""
+    kind = torch.device(device).type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            yield
+    else:
+        yield
 
 
 def add_gram(total: Tensor, rows: Tensor) -> None:
@@ -252,7 +267,8 @@ class ProductSum:
     passes: torch.dtype | None = None  # in which rows were computed; `rounded_products`
     _sum: Tensor | None = None
     _waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _is_half: bool = False  # whether it lacks what is above the diagonal
+    _is_gram: bool = True  # whether all that was added is
+    _is_half: bool = False  # whether what is above the diagonal waits to be copied from below
 
     @property
     def is_empty(self) -> bool:
@@ -275,10 +291,11 @@ class ProductSum:
                 ours[lower] += theirs[lower]
         else:
             self.total().add_(other.total())
+            self._is_gram &= other._is_gram
         return self
 
     def add_outer(self, left: Tensor, right: Tensor) -> None:
-        """Adds a b^T of two vectors, which is symmetric with what else is added to a Gram."""
+        """Adds a b^T of two vectors; to a Gram matrix with others that make it symmetric."""
         total = self._sum_up()
         left, right = left.to(total), right.to(total)
         if self._is_half and len(total) > LARGE:
@@ -300,15 +317,16 @@ class ProductSum:
             self._sum = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         if self._waiting:
             left, right = zip(*self._waiting, strict=True)
-            is_gram = all(a is b for a, b in self._waiting)
-            if self._is_half and not is_gram:
-                mirror(self._sum)
-            with rounded_products(self.passes):
-                if is_gram:
+            if not all(a is b for a, b in self._waiting):
+                if self._is_half:
+                    mirror(self._sum)
+                self._is_gram = self._is_half = False
+            with _without_autocast(self.device), rounded_products(self.passes):
+                if self._is_gram:
                     add_lower(self._sum, torch.cat(left))
+                    self._is_half = True
                 else:
                     self._sum += torch.cat(left).T @ torch.cat(right)
-            self._is_half = is_gram
             self._waiting.clear()
         return self._sum
 
@@ -709,9 +727,9 @@ def is_large(moment: Tensor) -> bool:
 
 def keeps_in_float32(moment: Tensor) -> bool:
     """Tell whether float32 holds small eigenvalues of large moments beside the largest."""
-    if not is_large(moment):
-        return False
-    gram = (moment / moment.diagonal().mean()).float()
+    if not is_large(moment) or not 0 < float(scale := moment.diagonal().mean()) < inf:
+        return False  # or there is something to say of it
+    gram = (moment / scale).float()
     vectors = _outlying_vectors(gram, 2 * _MOST_OUTLIERS)
     if not vectors.numel():
         return True
@@ -723,12 +741,12 @@ def keeps_in_float32(moment: Tensor) -> bool:
 def large_whitened(weight: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
     """Returns K^T W L of large moments G = L L^T and S = K K^T, to float32, in float64.
 
-    Both have a ridge, and what is wanted of it are sums of squares.
+    Both are as `keeps_in_float32` has them, and what is wanted of it are sums of squares.
     """
     scales = [moment.diagonal().mean() for moment in (gram, curvature)]
     pairs = zip((gram, curvature), scales, strict=True)
     inputs, outputs = (safe_cholesky((moment / scale).float()) for moment, scale in pairs)
-    size = weight.abs().amax()
+    size = weight.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
     product = whitened(None, inputs, outputs, (weight / size).float()).double()
     return product.mul_(size * (scales[0] * scales[1]).sqrt())
 
@@ -745,14 +763,15 @@ def large_singular_values(matrix: Tensor) -> Tensor | None:
     size = matrix.abs().amax()
     if not 0 < float(size) < inf:
         return None
-    exact = (matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT) / size
+    exact = (matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT).double() / size
     outliers, gram = _deflated(exact.float(), exact.shape[1])
     few = outliers.shape[1]
     squares = torch.linalg.eigvalsh(gram).double().clamp_min(0)
     space = torch.linalg.qr(exact.mT @ (exact @ outliers.double()))[0]  # as float64 has it
     far = torch.linalg.svdvals(exact @ space).square()
     # What is left of all squares tells how large those of the others are together.
-    squares[few:] *= (exact.square().sum() - far.sum()).clamp_min(0) / squares[few:].sum()
+    left = (exact.square().sum() - far.sum()).clamp_min(0)
+    squares[few:] *= left / squares[few:].sum().clamp_min(torch.finfo(torch.float64).tiny)
     squares[:few] = far  # in the place of the zeros where they were taken out
     return squares.sqrt().sort(descending=True)[0].mul_(size)
 

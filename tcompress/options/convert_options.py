@@ -110,7 +110,7 @@ class Calibration(Section):
     mixed_precision: Literal["no", "bf16"] = option(
         "no",
         "passes in bfloat16; the products of blocks alone, which takes less time where a processor "
-        "or GPU multiplies it fast; weights, sums and fits stay as they are",
+        "or GPU multiplies it fast; the output head and fits stay as they are",
         panel=FIT,
     )
     seed: int = option(0, "seed of all random choices", ge=0)

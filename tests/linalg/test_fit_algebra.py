@@ -333,6 +333,56 @@ def _moment(size: int, outlier: float, seed: int) -> Tensor:
     return rows.T @ rows / len(rows) + torch.outer(far, far) + 0.01 * torch.eye(size)
 
 
+def _nothing(what: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight and moments, of which something is zero."""
+    weight, (curvature, gram) = (
+        randn(150, 200).double(),
+        (_moment(size, 0.0, seed) for seed, size in enumerate((150, 200))),
+    )
+    weight = torch.zeros_like(weight) if what == "weight" else weight
+    if what in ("entry", "column"):
+        few = torch.zeros_like(weight)
+        few[: 1 if what == "entry" else None, 3] = weight[: 1 if what == "entry" else None, 3]
+        weight, gram, curvature = few, torch.eye(200).double(), torch.eye(150).double()
+    return weight, torch.zeros_like(gram) if what == "inputs" else gram, curvature
+
+
+@pytest.mark.parametrize("what", ["weight", "inputs", "entry", "column"])
+def test_spectra_of_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, gram, curvature = _nothing(what)
+    exact = Target.of_weight(weight, gram, curvature=curvature).spectrum
+    monkeypatch.setattr("tcompress.linalg.moments.LARGE", 100)
+    values = Target.of_weight(weight, gram, curvature=curvature).spectrum
+    assert_close(values, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e20, 1.0, 1e-24])
+def test_rows_of_any_size_tell_errors(size: float) -> None:
+    x, weight = _rows()[0].float() * size, randn(OUTPUTS, WIDTH).double()
+    errors = RowErrors(x, x, torch.zeros(WIDTH).double(), torch.zeros(WIDTH).double())
+    norm = (x.double() @ weight.T).square().sum()
+    assert errors.norm(weight) == pytest.approx(float(norm), rel=1e-5)
+    assert errors.error(weight, 0.9 * weight) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_sums_of_products_take_gram_matrices_too() -> None:
+    a, b, c = (randn(5, WIDTH, seed=seed) for seed in range(3))
+    total = ProductSum((WIDTH, WIDTH), "cpu")
+    total.add(a, b)
+    total.total()
+    total.add(c, c)
+    assert_close(total.total(), (a.T @ b + c.T @ c).double())
+
+
+def test_sums_within_autocast_are_float32() -> None:
+    x = randn(ROWS, WIDTH).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        total = ProductSum((WIDTH, WIDTH), "cpu")
+        total.add(x, x)
+        gram = total.total()
+    assert_close(gram, x.double().T @ x.double(), rtol=1e-6, atol=1e-5)
+
+
 def test_halves_of_large_sums_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [randn(ROWS, WIDTH, seed=seed) + seed for seed in range(3)]
 

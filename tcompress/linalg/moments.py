@@ -770,8 +770,8 @@ def large_singular_values(matrix: Tensor) -> Tensor | None:
     space = torch.linalg.qr(exact.mT @ (exact @ outliers.double()))[0]  # as float64 has it
     far = torch.linalg.svdvals(exact @ space).square()
     # What is left of all squares tells how large those of the others are together.
-    left = (exact.square().sum() - far.sum()).clamp_min(0)
-    squares[few:] *= left / squares[few:].sum().clamp_min(torch.finfo(torch.float64).tiny)
+    others = (exact.square().sum() - far.sum()).clamp_min(0)
+    squares[few:] *= others / squares[few:].sum().clamp_min(torch.finfo(torch.float64).tiny)
     squares[:few] = far  # in the place of the zeros where they were taken out
     return squares.sqrt().sort(descending=True)[0].mul_(size)
 

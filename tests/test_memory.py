@@ -67,7 +67,9 @@ print(returned())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators decide themselves")
-def test_large_blocks_are_kept_and_have_large_pages() -> None:
+def test_large_blocks_are_kept_and_have_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A command that ran in this process has said it for all that is started from here.
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     command = [sys.executable, "-c", _BLOCKS]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     plain, hinted, before, after = map(int, out.split())

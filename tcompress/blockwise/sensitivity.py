@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from copy import deepcopy
@@ -68,22 +69,24 @@ class Sensitivity:
         # S, a sum over rows and no mean  # (out, out)
         self.curvature = ProductSum((outputs, outputs), device, passes=passes)
         self.weights: dict[int, Tensor] = {}  # by batch  # (tokens,)
+        self.rows = 0  # tokens that were summed over; padding is left out
 
-    @property
-    def rows(self) -> int:
-        """Number of tokens that were summed over; padding is left out."""
-        return self.inputs.rows
-
-    def add(self, x: Tensor, gradient: Tensor, batch: int = 0, *, weighed: bool = True) -> None:
+    def add(
+        self, x: Tensor | None, gradient: Tensor, batch: int = 0, *, weighed: bool = True
+    ) -> None:
         """Add rows of a batch, which all count alike where not `weighed`.
+
+        Without x they are in the moments of another layer that reads the same.
 
         (rows, in), (rows, out)
         """
-        if not len(x):
+        if not len(gradient):
             return
+        self.rows += len(gradient)
         weights = token_weights(gradient) if weighed else None
-        rows = x.float()  # one copy, where sums are of pairs of rows
-        self.inputs.add(rows, rows, weights)
+        if x is not None:
+            rows = x.float()  # one copy, where sums are of pairs of rows
+            self.inputs.add(rows, rows, weights)
         # No sums in bfloat16, as rows may be: a few large directions outweigh the ridge there.
         [gradient] = multipliable(gradient.clone())
         self.curvature.add(gradient, gradient)
@@ -92,11 +95,10 @@ class Sensitivity:
 
     def merge(self, other: Sensitivity) -> Sensitivity:
         """Add what another sum has taken, about a centre of its own."""
-        if not self.rows or not other.rows:
-            return self if self.rows else other
-        self.inputs.merge(other.inputs)
-        self.curvature.merge(other.curvature)
+        self.inputs = self.inputs.merge(other.inputs)
+        self.curvature = self.curvature.merge(other.curvature) if self.rows else other.curvature
         self.weights |= other.weights
+        self.rows += other.rows
         return self
 
 
@@ -281,10 +283,21 @@ class _Watch:
     weighed: bool = False  # tokens count as much as the gradients that come back to them
     _sums: dict[str, Sensitivity] = field(default_factory=dict)  # by name of a layer
     _called: set[str] = field(default_factory=set)  # layers that have run on this batch
+    _arrivals: Counter[str] = field(default_factory=Counter)  # of gradients of this batch, by layer
+    _read: set[tuple[str | None, int]] = field(default_factory=set)  # inputs, by who sums them up
     _index: int = 0  # of the batch
 
     def __post_init__(self) -> None:
         self._rows = TokenRows(self.module, self.block)
+        # Tokens that all count alike are summed up once for all layers that read them.
+        once = self.gradients and not self.weighed
+        groups = [[layer for layer in group if layer in self.layers] for group in self.block.groups]
+        self._readers = {
+            layer.name: group[0].name
+            for group in groups
+            for layer in group
+            if once and all(item.calls == 1 for item in group)
+        }
 
     def total(
         self, streams: Mapping[int, Stream], batches: int, visit: Callable[[int], None]
@@ -301,10 +314,14 @@ class _Watch:
                 self._sums = {layer.name: self._empty(layer) for layer in self.layers}
                 for index in processes.batches_of(run, batches):
                     self._rows.batch, self._index = streams[index].batch, index
-                    self._called.clear()
+                    for seen in (self._called, self._arrivals, self._read):
+                        seen.clear()
                     visit(index)
                 total.add(self._sums)
-        return total.whole()
+        sums = total.whole()
+        for layer, reader in self._readers.items():
+            sums[layer].inputs = sums[reader].inputs
+        return sums
 
     def _empty(self, layer: Layer) -> Sensitivity:
         return Sensitivity(layer.in_features, layer.out_features, self.device, self.passes)
@@ -320,14 +337,26 @@ class _Watch:
             if not all(map(is_finite, pair)):
                 raise FitError(f"layer `{layer.name}`: gradients hold NaN or infinity", REPAIR)
             with timed(MOMENTS):
-                self._sums[layer.name].add(*pair, self._index, weighed=self.weighed)
+                self._add(layer.name, *pair)
 
         if self.gradients and output.requires_grad:
             output.register_hook(arrived)
         elif not self.gradients and layer.name not in self._called:
             x = (rows if mask is None else rows[mask]).float()  # one copy for both sides
             self._sums[layer.name].inputs.add(x, x)
+            self._sums[layer.name].rows += len(x)
         self._called.add(layer.name)
+
+    def _add(self, layer: str, rows: Tensor, gradient: Tensor) -> None:
+        reader = self._readers.get(layer)
+        call = reader, self._arrivals[layer]
+        self._arrivals[layer] += 1
+        if reader is not None and call not in self._read:
+            x = rows.float()
+            self._sums[reader].inputs.add(x, x)
+        self._read.add(call)
+        of_layer = rows if reader is None else None
+        self._sums[layer].add(of_layer, gradient, self._index, weighed=self.weighed)
 
 
 def merged(total: dict[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:

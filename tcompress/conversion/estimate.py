@@ -31,7 +31,7 @@ from tcompress.errors import DiskError
 from tcompress.files import free_bytes
 from tcompress.fitting.block_rewrite import Group
 from tcompress.hf.opening import has_bfloat16_tiles, multiplies_bfloat16, pick_device
-from tcompress.linalg.moments import LARGE, ROWS_AT_ONCE, ROWS_KEPT, WIDE
+from tcompress.linalg.moments import LARGE, ROWS_AT_ONCE, ROWS_KEPT, WIDE, puts_out_little
 from tcompress.memory import free_memory
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
@@ -40,7 +40,7 @@ from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, path_of,
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
-from tcompress.roles import Block
+from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import SHARE, sizes_by_part
 from tcompress.search.corrections import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
@@ -160,9 +160,21 @@ class _Work:
 
     @property
     def shapes(self) -> list[list[tuple[int, int]]]:
-        """Inputs and outputs of the layers of every block; of experts nothing is summed up."""
-        summed = ([x for x in block.layers if x.kind != "experts"] for block in self.blocks)
-        return [[(layer.in_features, layer.out_features) for layer in layers] for layers in summed]
+        """Inputs and outputs of the layers of every block; of experts nothing is summed up.
+
+        Tokens of a model with an output head all count alike: layers that read the same have one
+        sum, which the first of them stands for.
+        """
+        alike = self.head_parameters > 0
+        return [
+            [
+                (0 if alike and layer is not group[0] else layer.in_features, layer.out_features)
+                for group in block.groups
+                for layer in group
+                if layer.kind != "experts"
+            ]
+            for block in self.blocks
+        ]
 
     @property
     def head_parameters(self) -> int:
@@ -286,7 +298,8 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
         rounds = 1 if len(part.terms) == 1 else _ROUNDS
         for layout in part.terms:
             m, n = layout.out_features, layout.in_features
-            measured = 6.0 * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
+            products = 4.0 if _puts_out_little(group) else 6.0
+            measured = products * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
             measured += _error_flops(m, n, work) if work.tokens else 0.0
             measured += _root_flops(m, n) if work.keeps_gradients else 0.0
             fit = structure(layout.structure).fit_cost(layout, calibrated=work.tokens > 0)
@@ -297,6 +310,13 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
             turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
             flops += (fitted + turned) * entry.copies
     return FitCost(flops, size + most)
+
+
+def _puts_out_little(group: Sequence[LayerPlan | Layer]) -> bool:
+    """Tell whether outputs stand for a wide input, in moments of both streams."""
+    first = group[0]
+    alone = len(group) == 1 and first.kind != "experts"
+    return alone and puts_out_little(first.in_features, first.out_features)
 
 
 def _root_flops(outputs: int, inputs: int) -> float:
@@ -383,6 +403,8 @@ def _moments_memory(group: Group, work: _Work) -> int:
     first, widest = group[0], max(entry.out_features for entry in group)
     is_wide = first.in_features >= WIDE
     rows, sums = int(8 * _rows_kept(work)) if is_wide else 0, 16 if is_wide else 48
+    if _puts_out_little(group):
+        sums = 8 + 8 * first.out_features // first.in_features
     curvature = sum(4 * entry.out_features**2 for entry in group) + 24 * widest**2
     curvature *= work.keeps_gradients
     size = (sums + 24) * first.in_features + rows
@@ -403,14 +425,12 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     state, measured = 8 * plan.layers[0].in_features, work.measured_tokens  # bytes of a token
     running = 4 * (outside + max(parameters)) + 16 * together * widest
     # The dense stream runs once, the other one once for every group, up to it, with what is fitted
-    # by then in place of the rest; G and, unless rows stand for it, D by halves, and C.
+    # by then in place of the rest; G and, unless rows stand for it, D by halves, and C or W C.
     streams = sum(4.0 * share * size * tokens for size in parameters)
     planned = {path_of(source, entry) for entry in plan.layers}
     read = chain.from_iterable(block.groups for block in work.blocks)
-    inputs = [group[0] for group in read if planned & {layer.weight_name for layer in group}]
-    widths = [layer.in_features for layer in inputs]
-    moments = sum((3.0 if width >= WIDE else 4.0) * tokens * width**2 for width in widths)
-    moments *= work.sum_share
+    groups = [group for group in read if planned & {layer.weight_name for layer in group}]
+    moments = work.sum_share * tokens * sum(map(_paired_flops, groups))
     room = int(room_on(pick_device(recipe.device)))
     fitting = FitCost(streams + moments, running + tokens * state + min(readings, room))
     # Passes forward, again, and backward, and moments of all layers of a block.
@@ -420,6 +440,14 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     of_blocks = max((_statistics_memory(shapes, measured) for shapes in work.shapes), default=0)
     memory = running + measured * state + scores + of_blocks
     return fitting, FitCost(measured * (passed + sums), memory)
+
+
+def _paired_flops(group: Sequence[Layer]) -> float:
+    """Operations on a token that layers read, of moments of both streams."""
+    width = float(group[0].in_features)
+    if _puts_out_little(group):
+        return width**2 + 4.0 * width * group[0].out_features
+    return (3.0 if width >= WIDE else 4.0) * width**2
 
 
 def _scratch(work: _Work) -> int:

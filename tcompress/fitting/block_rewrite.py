@@ -46,7 +46,14 @@ from tcompress.fitting.layer_fits import (
     fit_layers,
 )
 from tcompress.hf.build import SEED, fill, install_attention, install_layers
-from tcompress.linalg.moments import WIDE, Moments, MomentSums, PairedRows, naming
+from tcompress.linalg.moments import (
+    WIDE,
+    Moments,
+    MomentSums,
+    PairedRows,
+    naming,
+    puts_out_little,
+)
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.costs import path_of
@@ -142,18 +149,28 @@ Sums = dict[tuple[int, bool], MomentSums | PairedRows]
 """Moments of a layer's input, by expert (0 without any) and whether the rows are held out."""
 
 
-def add_rows(sums: Sums, rows: Rows, passes: torch.dtype | None = None, *, holdout: bool) -> None:
+def add_rows(
+    sums: Sums,
+    rows: Rows,
+    passes: torch.dtype | None = None,
+    weight: Tensor | None = None,
+    *,
+    holdout: bool,
+) -> None:
     """Add paired rows of both streams to what is summed up of their expert.
 
-    They were computed in the dtype of the `passes`; None is that of weights.
+    They were computed in the dtype of the `passes`; None is that of weights. The `weight` is that
+    of a layer whose outputs stand for its inputs, as in `MomentSums`.  # (out, d)
     """
     expert, dense, new, weights = rows
     if not len(dense):
         return
     key, widths = (expert, holdout), (dense.shape[-1], new.shape[-1])
     if key not in sums:
-        only_errors = holdout and widths[0] >= WIDE
-        sums[key] = PairedRows(passes) if only_errors else MomentSums(*widths, dense.device, passes)
+        if holdout and widths[0] >= WIDE:
+            sums[key] = PairedRows(passes)
+        else:
+            sums[key] = MomentSums(*widths, dense.device, passes, weight)
     sums[key].add(dense, new, weights)
 
 
@@ -287,16 +304,26 @@ class RewrittenBlock:
             rows_of = self._expert_rows(first)
         else:
             return {}  # nothing is known of their routing
-        total = processes.Total(merged, self.inputs.device)
+        total, weight = processes.Total(merged, self.inputs.device), self._weight_of(group)
         for run in total.runs():
             sums: Sums = {}
             for index in processes.batches_of(run, len(data.batches)):
                 for rows in rows_of(index):
                     with timed(MOMENTS):
-                        held = index in data.holdout
-                        add_rows(sums, rows, self.inputs.source.autocast, holdout=held)
+                        facts = self.inputs.source.autocast, weight
+                        add_rows(sums, rows, *facts, holdout=index in data.holdout)
             total.add(sums)
         return total.whole()
+
+    def _weight_of(self, group: Group) -> Tensor | None:
+        """Weight of a layer that alone reads an input far wider than what it puts out, float32."""
+        first, inputs = group[0], self.inputs
+        whole = (
+            len(group) == 1 and first.kind != "experts" and first.outputs_left == first.out_features
+        )
+        if whole and puts_out_little(first.in_features, first.out_features):
+            return dense_matrix(inputs.source, first, inputs.device).float()
+        return None
 
     def _read(self, path: str, index: int, arguments: Callable[..., Any] = first_tensor) -> Any:
         """Inputs of a module in both streams of a batch."""

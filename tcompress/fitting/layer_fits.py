@@ -22,7 +22,6 @@ from tcompress.linalg.moments import (
     RowErrors,
     is_finite,
     naming,
-    product_with,
     relative_error,
 )
 from tcompress.linalg.rounding import Rounding, rounded
@@ -170,9 +169,7 @@ class _Split:
     def _product(self) -> Tensor:
         """W C, which every round of a sum starts from."""
         assert self.moments is not None
-        if self.moments.is_same:  # W is what solves it: what is rounded away would come back
-            return self.weight @ self.moments.cross
-        return product_with(self.moments.cross, self.stored)
+        return self.moments.product(self.stored, self.rows)
 
     def name_of(self, term: _Term, tensor: str) -> str:
         """Name, relative to the layer, of a tensor of a summand or of its transform."""

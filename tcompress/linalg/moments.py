@@ -42,12 +42,13 @@ class Moments:
     """Second moments of one layer input, float64; x' may have fewer channels than x."""
 
     gram: Tensor  # G = E[x' x'^T]  # (d', d')
-    cross: Tensor  # C = E[x x'^T]  # (d, d')
+    cross: Tensor  # C = E[x x'^T], or W C where it `is_product`  # (d, d') or (out, d')
     dense: Tensor | RowErrors  # D = E[x x^T]  # (d, d); of wide inputs some rows tell errors
     mean: Tensor  # E[x'], zero where the moments are not centred  # (d',)
     dense_mean: Tensor  # E[x], likewise  # (d,)
     rows: int  # number of tokens they were taken over; of equal weight, as many as tell the same
     lift: Tensor | None = None  # takes channels that are left to all; None for the same  # (d, d')
+    is_product: bool = False  # of the weight of the only layer that reads x; D is then some rows
 
     def damped(self, damping: float) -> DampedMoments:
         """Adds the same multiple of the identity, times the mean diagonal of G, to all moments.
@@ -143,13 +144,18 @@ class DampedMoments:
         """Tell whether C is G: the compressed model reads what the dense one does."""
         return self.lift is None and self.moments.cross is self.moments.gram
 
-    @property
-    def cross(self) -> Tensor:
-        """C.  # (d, d')."""
-        moments = self.moments
-        if moments.lift is not None:
-            return moments.cross + self.level * moments.lift.to(moments.cross)
-        return self.gram if moments.cross is moments.gram else with_ridge(moments.cross, self.level)
+    def product(self, weight: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Returns W C in float64, of those rows of a layer that W is.  # (out, d) -> (out, d')."""
+        cross, lift = self.moments.cross, self.moments.lift
+        if self.moments.is_product:
+            ridge = weight.double() if lift is None else weight.double() @ lift.to(cross)
+            return cross[rows] + self.level * ridge
+        if self.is_same:  # W is what solves it: what is rounded away would come back
+            return weight.double() @ self.gram
+        damped = (
+            with_ridge(cross, self.level) if lift is None else cross + self.level * lift.to(cross)
+        )
+        return product_with(damped, weight)
 
     def norm(self, weight: Tensor) -> float:
         """Returns E||W x||^2 of float64 W.  # (out, d)."""
@@ -331,6 +337,11 @@ class ProductSum:
         return self._sum
 
 
+def puts_out_little(inputs: int, outputs: int) -> bool:
+    """Tell whether W C takes fewer operations than C, of a layer that alone reads a wide input."""
+    return inputs >= WIDE and 2 * outputs <= inputs
+
+
 def token_weights(gradients: Tensor) -> Tensor:
     """Returns what errors at tokens cost, by the gradients at a layer's output, float64.
 
@@ -369,7 +380,9 @@ class MomentSums:
     """Accumulates moments of token rows in float64, about the means of the first batch.
 
     Of wide inputs of two streams some rows are drawn in the place of D, which tells errors: by them
-    these are right to a few in a hundred, and take a fraction of the operations.
+    these are right to a few in a hundred, and take a fraction of the operations. Where one layer
+    alone reads such an input, and puts out far less (`puts_out_little`), so does W C in the place
+    of C.
     """
 
     def __init__(
@@ -378,10 +391,13 @@ class MomentSums:
         new: int | None = None,
         device: torch.device | str = "cpu",
         passes: torch.dtype | None = None,
+        weight: Tensor | None = None,
     ) -> None:
         self._sample = PairedRows(passes) if new is not None and dense >= WIDE else None
         new = dense if new is None else new
-        shapes = [(new, new), (dense, new)] + [(dense, dense)] * (self._sample is None)
+        self._passes, self._layer = passes, weight  # W in place of the identity  # (out, d)
+        crossed = dense if weight is None else len(weight)
+        shapes = [(new, new), (crossed, new)] + [(dense, dense)] * (self._sample is None)
         self._sums = [ProductSum(shape, device, passes=passes) for shape in shapes]
         # Of rows that are part of all three.
         self._same = ProductSum((new, new), device, passes=passes)
@@ -415,11 +431,15 @@ class MomentSums:
         for total, mean in zip(self._means, 2 * means if same else means, strict=True):
             total += mean
         scaled = multipliable(*scaled)
+        pair: Sequence[Tensor]
         if same:
             self._same.add(scaled[0], scaled[0])
         else:
             for products, (i, j) in zip(self._sums, _PAIRS, strict=False):
-                products.add(scaled[i], scaled[j])
+                pair = scaled[i], scaled[j]
+                if i and self._layer is not None:
+                    pair = multipliable(self._put_out(scaled[i]), scaled[j])
+                products.add(*pair)
         if self._sample is not None:
             index, shares = drawn_rows(dense, weights, _GOLDEN * (self.rows + 1) % 1)
             x = dense[index]
@@ -444,7 +464,7 @@ class MomentSums:
             right = other._means[j] + other._weight * shifts[j]
             ours.merge(theirs)
             for left, row in ((other._means[i], shifts[j]), (shifts[i], right)):
-                ours.add_outer(left, row)
+                ours.add_outer(self._put_out(left) if i else left, row)
         for mean, more, shift in zip(self._means, other._means, shifts, strict=True):
             mean += more + other._weight * shift
         if self._sample is not None and other._sample is not None:
@@ -453,6 +473,13 @@ class MomentSums:
         self._weight += other._weight
         self._squares += other._squares
         return self
+
+    def _put_out(self, rows: Tensor) -> Tensor:
+        """Returns what the layer makes of rows of x, if there is one.  # (..., d) -> (..., out)."""
+        if self._layer is None:
+            return rows
+        with _without_autocast(rows.device), rounded_products(self._passes):
+            return rows @ self._layer.to(rows).mT
 
     @property
     def means(self) -> list[Tensor]:
@@ -473,22 +500,27 @@ class MomentSums:
         else:
             totals = [products.total() for products in self._sums]
             if not self._same.is_empty:
-                totals = [total + self._same.total().to(total) for total in totals]
+                same = self._same.total()
+                added = same, self._put_out(same).mT, same
+                totals = [one + more.to(one) for one, more in zip(totals, added, strict=False)]
         if not all(map(is_finite, totals)):
             raise FitError(_NOT_FINITE, REPAIR)
         shifts, means = [total / self._weight for total in self._means], self.means
         parts = []
         for total, (one, two) in zip(totals, pairs, strict=False):
             parts.append(total.div_(self._weight) if last else total / self._weight)
-            _add_outer(parts[-1], -shifts[one], shifts[two])
+            shift, mean = ((self._put_out(it[one]) if one else it[0]) for it in (shifts, means))
+            _add_outer(parts[-1], -shift, shifts[two])
             if not centred:
-                _add_outer(parts[-1], means[one], means[two])
+                _add_outer(parts[-1], mean, means[two])
         mean, dense_mean = means if centred else map(torch.zeros_like, means)
         gram, cross, *last_part = parts if len(parts) > 1 else 3 * parts
         # Squares of weights that are hardly above zero may all be none.
         rows = round(self._weight**2 / self._squares) if self._squares else 1
         sample = self._sample.moments(centred=centred, last=last) if self._sample else None
-        return Moments(gram, cross, sample or last_part[0], mean, dense_mean, max(1, rows))
+        facts = sample or last_part[0], mean, dense_mean, max(1, rows)
+        is_product = self._layer is not None and cross is not gram
+        return Moments(gram, cross, *facts, is_product=is_product)
 
 
 def _add_outer(total: Tensor, left: Tensor, right: Tensor) -> None:

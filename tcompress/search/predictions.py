@@ -174,13 +174,16 @@ class Predictor:
             planned = [layer for layer in block.layers if layer.name in self.entries]
             reached = [layer for layer in planned if sums[layer.name].rows]
             self._keep_moments(block.name, {layer.name: sums[layer.name] for layer in reached})
-            statistics = {}
+            statistics, grams = {}, dict[tuple[int, bool], Tensor]()
             for layer in reached if recipe.by_loss or self.narrows else ():
                 entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
                 weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
-                with naming(f"layer `{entry.name}`", MORE_DATA):
-                    gram = of_layer.inputs.moments(centred=entry.bias, last=True).gram
-                mean, rows = of_layer.inputs.means[0], max(1, of_layer.rows // probes)
+                inputs = of_layer.inputs
+                last = all(other.inputs is not inputs for other in sums.values())
+                if (key := (id(inputs), entry.bias)) not in grams:
+                    with naming(f"layer `{entry.name}`", MORE_DATA):
+                        grams[key] = inputs.moments(centred=entry.bias, last=last).gram
+                gram, mean, rows = grams[key], inputs.means[0], max(1, of_layer.rows // probes)
                 curvature = of_layer.curvature.total() / of_layer.rows
                 stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)
                 bias = read_finite(*stored) if entry.bias and self.narrows else None

@@ -103,6 +103,18 @@ def _assert_alike(found: dict[str, Sensitivity], wanted: dict[str, Sensitivity])
         assert _distance(*moments) < 1e-5, name
 
 
+def test_tokens_that_count_alike_are_summed_up_once(tmp_path: Path) -> None:
+    """Layers that read one input have one sum; where tokens are weighed each has its own."""
+    build("llama").save_pretrained(tmp_path)
+    batches = [TINY["llama"].inputs(3, 8, seed) for seed in (0, 1)]
+    worth = _walk(tmp_path, batches, OutputSampler(PLAIN))
+    names = [f"model.layers.0.self_attn.{role}_proj" for role in "qkvo"]
+    assert len({id(worth[name].inputs) for name in names}) == 2
+    build("bert").base_model.save_pretrained(tmp_path / "states")
+    worth = _walk(tmp_path / "states", batches[:1], OutputSampler(PLAIN))
+    assert len({id(item.inputs) for item in worth.values()}) == len(worth)
+
+
 def _distance(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
 

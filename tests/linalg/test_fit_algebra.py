@@ -1,5 +1,6 @@
 """Closed forms of fits, against least squares on raw rows."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.testing import assert_close
 
 from tcompress.blockwise.sensitivity import Sensitivity
 from tcompress.errors import FitError
+from tcompress.linalg import moments as moments_of_rows
 from tcompress.linalg.fits import (
     Problem,
     _input_objective,
@@ -180,11 +182,49 @@ def test_damping_adds_one_ridge_to_all_three() -> None:
     ridge = 0.25 * torch.eye(WIDTH, dtype=torch.float64) * m.gram.diagonal().mean()
     damped = m.damped(0.25)
     assert_close(damped.gram, m.gram + ridge)
-    assert_close(damped.cross, m.cross + ridge)
     weight = randn(OUTPUTS, WIDTH, seed=5).double()
+    for matrix in (torch.eye(WIDTH, dtype=torch.float64), weight):
+        assert_close(damped.product(matrix), matrix @ (m.cross + ridge))
     assert damped.norm(weight) == pytest.approx(
         float((weight @ (m.dense + ridge)).mul(weight).sum())
     )
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("channels", [WIDTH, WIDTH - 3])
+def test_outputs_stand_for_wide_inputs(
+    channels: int, centred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W C of sums over what the weight makes of rows, merged and damped as W times C is."""
+    monkeypatch.setattr(moments_of_rows, "WIDE", WIDTH)
+    weight, times = randn(OUTPUTS, WIDTH, seed=5), (1 + torch.arange(ROWS) % 3).double()
+    lift = None if channels == WIDTH else randn(WIDTH, channels, seed=7).double()
+
+    def summed(of: Tensor | None) -> Moments:
+        halves = []
+        for seed, shift in ((0, 1.0), (10, -3.0)):  # about means of their own
+            sums, (x, new) = MomentSums(WIDTH, channels, weight=of), _rows(seed=seed)
+            if channels == WIDTH:  # rows that are the same in both streams
+                sums.add(same := x + shift, same, times)
+            for part in (slice(0, 20), slice(20, None)):
+                sums.add(x[part] + shift, new[part, :channels] - shift, times[part])
+            halves.append(sums)
+        return replace(halves[0].merge(halves[1]).moments(centred=centred), lift=lift)
+
+    found, wanted = summed(weight), summed(None)
+    assert (found.is_product, wanted.is_product) == (True, False)
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    assert_close(found.gram, wanted.gram)
+    assert_close(found.cross, weight.double() @ wanted.cross, **near)
+    for rows in (slice(None), slice(2, 5)):
+        products = (item.damped(0.1).product(weight[rows], rows) for item in (found, wanted))
+        assert_close(*products, **near)
+    other = randn(OUTPUTS, channels, seed=6)
+    assert found.error(weight, other) == pytest.approx(wanted.error(weight, other), rel=1e-5)
+    alone = MomentSums(WIDTH, weight=weight)
+    alone.add(x := _rows()[0], x)
+    assert (one := alone.moments(centred=centred)).cross is one.gram
+    assert not one.is_product
 
 
 def test_rows_of_one_stream_have_one_moment() -> None:

@@ -371,7 +371,9 @@ def _candidates(model: Any) -> Iterator[dict[str, Any]]:
     if "decoder_input_ids" in wanted:
         text["decoder_input_ids"] = ids
     if "bbox" in wanted:
-        text["bbox"] = torch.zeros(2, 8, 4, dtype=torch.long)
+        corners = torch.randint(0, 500, (2, 8, 2), generator=generator)
+        sizes = torch.randint(1, 500, (2, 8, 2), generator=generator)
+        text["bbox"] = torch.cat([corners, corners + sizes], -1)
     steps = _find(config, "context_length", "prediction_length") or 32
     images = [noise(2, channels, size, size)]
     images += [noise(2, channels, other, other) for other in (64, 128, 224) if other != size]

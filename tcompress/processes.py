@@ -363,26 +363,32 @@ def _sent(value: T | None, sender: int, device: torch.device | str) -> T | None:
     return moved(box[0], device)
 
 
-def moved(value: T, device: torch.device | str) -> T:
-    """Copy a value whose tensors, however deep, are on a device, and that names it as its own."""
+def moved(value: T, device: torch.device | str, copies: dict[int, Any] | None = None) -> T:
+    """Copy a value whose tensors, however deep, are on a device, and that names it as its own.
+
+    A tensor that is in it twice, as both sides of a Gram matrix are, stays one.
+    """
     import torch
 
+    copies = {} if copies is None else copies  # by id of what they are copies of
     result: Any = value
     if isinstance(value, torch.Tensor):
-        result = value.to(device)
+        result = copies.get(id(value))
+        if result is None:
+            result = copies[id(value)] = value.to(device)
     elif isinstance(value, torch.device):  # where a sum that has waiting rows alone is to begin
         result = torch.device(device)
     elif isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
         result = copy.copy(value)
-        result.update({key: moved(item, device) for key, item in value.items()})
+        result.update({key: moved(item, device, copies) for key, item in value.items()})
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        result = type(value)(*(moved(item, device) for item in value))
+        result = type(value)(*(moved(item, device, copies) for item in value))
     elif isinstance(value, list | tuple):
-        result = type(value)(moved(item, device) for item in value)
+        result = type(value)(moved(item, device, copies) for item in value)
     elif hasattr(value, "__dict__") and type(value).__module__.startswith(__package__ or ""):
         result = copy.copy(value)
         for name, item in vars(value).items():
-            object.__setattr__(result, name, moved(item, device))
+            object.__setattr__(result, name, moved(item, device, copies))
     return result  # type: ignore[no-any-return]
 
 

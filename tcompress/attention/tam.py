@@ -195,7 +195,7 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         keys = repeat_heads(linalg.damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
         roots = [linalg.safe_cholesky(moment) for moment in (queries, keys)]
         left, values, right = torch.linalg.svd(roots[0].mT @ roots[1])
-        core = first["core"].double().cpu().clone()
+        core = first["core"].to(queries, copy=True)
         core[..., 0] = (values[:, : layout.rank] / layout.head_dim).diag_embed()
         factors = {}
         for name, root, vectors in zip("qk", roots, (left, right.mT), strict=True):

@@ -337,6 +337,7 @@ class OutputComparison:
 
     sampler: OutputSampler
     differences: list[_Difference] = field(default_factory=list)
+    errors: list[FitError] = field(default_factory=list)  # that one process may have met alone
 
     def add(self, source: str, dense: Any, new: Any, batch: Batch, index: int = 0) -> float:
         """Add what both put out for a batch `with_variants`; return its change per sample."""
@@ -357,8 +358,19 @@ class OutputComparison:
         self.differences.append(difference)
         return change / samples
 
+    def attempt(self, *batch: Any) -> None:
+        """Add a batch; of several processes one that cannot says so when all have (`merged`)."""
+        try:
+            self.add(*batch)
+        except FitError as error:
+            if processes.count() == 1:
+                raise
+            self.errors.append(error)
+
     def merged(self) -> OutputComparison:
         """Return the comparison of all batches, of which every process has seen its own."""
+        for error in chain.from_iterable(processes.gathered(self.errors)):
+            raise error
         differences = chain.from_iterable(processes.gathered(self.differences))
         return OutputComparison(self.sampler, sorted(differences, key=lambda item: item.index))
 
@@ -397,8 +409,8 @@ class OutputComparison:
         for source, items in self._by_source.items():
             if scored := sum(item.scored for item in items):
                 agreements[source] = sum(item.same for item in items) / scored
-            elif pairs := [pair for item in items for pair in item.vectors]:
-                agreements[source] = rank_correlation(pairs)
+            elif widths := _by_width(pair for item in items for pair in item.vectors):
+                agreements[source] = fmean(map(rank_correlation, widths))
         return {source: value for source, value in agreements.items() if not isnan(value)}
 
     @property
@@ -406,6 +418,14 @@ class OutputComparison:
         """Disagreement: what is missing to full agreement, as the mean of all sources."""
         agreements = self.agreement
         return 1 - fmean(agreements.values()) if agreements else None
+
+
+def _by_width(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """Separate vectors of other widths, as states and their projection are."""
+    widths: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for exact, changed in pairs:
+        widths.setdefault(exact.shape[-1], []).append((exact, changed))
+    return [*widths.values()]
 
 
 def _per_sample(items: Sequence[_Difference]) -> float:

@@ -319,8 +319,8 @@ class _Watch:
                     visit(index)
                 total.add(self._sums)
         sums = total.whole()
-        for layer, reader in self._readers.items():
-            sums[layer].inputs = sums[reader].inputs
+        for name, reader in self._readers.items():
+            sums[name].inputs = sums[reader].inputs
         return sums
 
     def _empty(self, layer: Layer) -> Sensitivity:

@@ -59,7 +59,10 @@ class PartialModel:
         for name, buffer in list(self.model.named_buffers()):
             _put(self.model, name, buffer.to(device))
         self._stored = list(self.model.state_dict(keep_vars=True))
-        output = None if head else self.model.get_output_embeddings()  # type: ignore[operator]
+        output = self.model.get_output_embeddings()  # type: ignore[operator]
+        if head and output is not None:
+            output.register_forward_pre_hook(_end_unless_kept)
+        output = None if head else output
         heads = (name for name, item in self.model.named_modules() if item is output and name)
         skipped = tuple(f"{name}." for name in (*self.blocks, *heads))
         self._load(self._read(name for name in self._stored if not name.startswith(skipped)))
@@ -327,6 +330,13 @@ class Stream:
         except BaseException as error:  # handed to the main thread
             end = error
         self._events.put(end)
+
+
+def _end_unless_kept(*_: Any) -> None:
+    """End a pass, at the output head, whose output nobody keeps: logits take time and memory."""
+    stream = getattr(_CURRENT, "stream", None)
+    if stream is not None and not (stream.keep or stream.gradients):
+        raise _Stop
 
 
 class Branch(nn.Module):

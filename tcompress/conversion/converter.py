@@ -202,7 +202,8 @@ def _depth(conversion: Conversion) -> DepthPlan | None:
             rest = (conversion.device, conversion.progress)
             depth = choose_blocks(conversion.dense, planned, data, *rest)
         workdir.keep_depth(depth)
-    workdir.adopt(f"{depth.kept}-blocks")
+    if conversion.full_recipe.chooses_depth:
+        workdir.adopt(f"{depth.kept}-blocks")
     return depth
 
 
@@ -417,7 +418,7 @@ def _fit_and_write(conversion: Conversion, paper: Sequence[PaperRow]) -> Manifes
     outputs = conversion.outputs
     # Fits are kept until what they yield is written.
     sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors.values())
-    conversion.workdir.need(sum(sizes))
+    conversion.workdir.need(sum(sizes) + conversion.workdir.moments_bytes)
     return _write_model(conversion, fit(conversion), paper)
 
 

@@ -221,7 +221,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
             walks = 3 + recipe.by_loss
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
             singles = offered_by(recipe.method, STAND_IN, timed=recipe.counts_time, alone=True)
-            part = min(1.0, TRIAL_SAMPLES / recipe.calibration.count)
+            part = min(1.0, TRIAL_SAMPLES / max(1, work.samples))
             flops += min(len(singles), _TRIED) * part * (flops + walk.flops)
         flops += walk.flops
         if work.weighs or shared:
@@ -263,8 +263,8 @@ def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[in
     roles, model = roles_of(source), source.keymap.model
     attentions = attentions_of(model, roles)
     text = _tokens(data)
-    fitted = min(work.tried_tokens, text * min(FITTED, round(data.count * (1 - data.holdout))))
-    judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(data.count * data.holdout))))
+    fitted = min(work.tried_tokens, text * min(FITTED, round(work.samples * (1 - data.holdout))))
+    judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(work.samples * data.holdout))))
     some = some_of([block.name for block in reversed(work.blocks)])
     after = 0  # parameters of the blocks behind
     for block in reversed(roles.blocks):
@@ -384,7 +384,7 @@ def _dropping(work: _Work) -> FitCost:
     plan, depth = work.plan, work.plan.depth
     if depth is None or depth.chosen != "later":
         return FitCost(0.0)
-    blocks, tokens = depth.blocks, work.tokens * min(1, SAMPLES / work.recipe.calibration.count)
+    blocks, tokens = depth.blocks, work.tokens * min(1, SAMPLES / max(1, work.samples))
     width = getattr(work.source.config.get_text_config(), "hidden_size", 0)
     weights = 4 * (plan.parameters - plan.block_parameters * (blocks - 1) // blocks)
     # For each block that is dropped, half of what is left as often as there are blocks left.
@@ -547,7 +547,7 @@ def _that_fit(conversion: Conversion, size: Callable[[Estimate], int], room: flo
     ways: dict[str, int] = {}  # what to type, and what it takes
     if data.probes > 1:
         ways["--probes 1"] = needed(probes=1)
-    samples = data.count
+    samples = _Work.of(conversion.plan, conversion.source, recipe).samples
     while samples > FEWEST_SAMPLES and not any(taken <= room for taken in ways.values()):
         samples //= 2
         ways[f"--calib-samples {samples}"] = needed(samples=samples)

@@ -117,7 +117,8 @@ def fit(conversion: Conversion) -> Fits:
     blocks: dict[str, list[Group]] = {}
     for group in outputs.groups:
         blocks.setdefault(outputs.block_of(group[0]), []).append(group)
-    unfitted = [name for name in blocks if workdir.errors(name) is None]
+    # What is on disk changes as soon as one process is ahead of the others.
+    unfitted = processes.agreed([name for name in blocks if workdir.errors(name) is None])
     if unfitted:
         conversion.progress.stage("fitting to weights", len(unfitted), "blocks")
     inputs = fits.inputs
@@ -367,5 +368,5 @@ class BlockFitter:
                 if index in self._own:
                     origin = self._data.origins.get(index, self._data.name)
                     outputs = (dense_stream.output, new_stream.output)
-                    self.comparison.add(origin, *outputs, dense_stream.batch, index)
+                    self.comparison.attempt(origin, *outputs, dense_stream.batch, index)
                 dense_stream.output = new_stream.output = None  # at once: logits are large

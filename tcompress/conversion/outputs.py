@@ -167,12 +167,12 @@ class Outputs:
             entry = next(e for e in group if item.key.startswith(f"{e.name}."))
             if item.key == entry.key:
                 return torch.empty(0, dtype=item.dtype)  # the guard under the dense name
-            tensors, what = self.fit_of(entry).tensors, f"the bias of layer `{entry.name}`"
+            tensors = self.fit_of(entry).tensors
             leaf = next(leaf for leaf in tensors if entry.stored_name(leaf) == item.key)
+            is_bias = leaf == "bias"
+            what = f"the bias of layer `{entry.name}`" if is_bias else f"`{item.key}`"
             value = tensors[leaf]
-            if leaf != "bias":  # others were checked as they were fitted
-                return value
-        value = value.to(item.dtype)
+        value = value.to(item.dtype)  # layers of one input are fitted in the dtype of the first
         if not is_finite(value):
             raise FitError(f"{what} does not fit into {item.dtype}", WIDER)
         return value

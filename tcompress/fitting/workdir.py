@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,6 +109,12 @@ class FitWorkplace(Workplace):
     def moments(self, kind: str, block: str) -> Mapping[str, Tensor]:
         """Read them back, each when it is asked for; there are none where none were kept."""
         return StoredTensors(self._measured / kind / f"{block}.safetensors", self._device)
+
+    @property
+    def moments_bytes(self) -> int:
+        """Bytes of all that was measured, which are no part of a result."""
+        files = chain.from_iterable((self.folder / kind).rglob("*") for kind in KINDS)
+        return sum(path.stat().st_size for path in files if path.is_file())
 
     @by_first
     def copy_moments(self, folder: Path) -> None:

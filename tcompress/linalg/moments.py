@@ -431,15 +431,14 @@ class MomentSums:
         for total, mean in zip(self._means, 2 * means if same else means, strict=True):
             total += mean
         scaled = multipliable(*scaled)
-        pair: Sequence[Tensor]
         if same:
             self._same.add(scaled[0], scaled[0])
         else:
             for products, (i, j) in zip(self._sums, _PAIRS, strict=False):
-                pair = scaled[i], scaled[j]
+                rows = [scaled[i], scaled[j]]
                 if i and self._layer is not None:
-                    pair = multipliable(self._put_out(scaled[i]), scaled[j])
-                products.add(*pair)
+                    rows = multipliable(self._put_out(rows[0]), rows[1])
+                products.add(*rows)
         if self._sample is not None:
             index, shares = drawn_rows(dense, weights, _GOLDEN * (self.rows + 1) % 1)
             x = dense[index]

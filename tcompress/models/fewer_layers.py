@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from tcompress.errors import PlanError, SourceError, after_colon, first_line
+from tcompress.errors import PlanError, SourceError, after_colon, first_line, listed
 from tcompress.models.keymap import modules_above
 from tcompress.models.model import SourceModel
 
@@ -35,6 +35,12 @@ _BY_BLOCK = (
     "layer_types", "mlp_layer_types", "no_rope_layers", "attention_window", "attention_layers",
 )  # fmt: skip
 
+# Lists of blocks, by number, whose outputs are read outside their stack, one by one.
+_READ_ELSEWHERE = (
+    "backbone_out_indices", "extract_layers", "deepstack_visual_indexes",
+    "intermediate_layers_indices",
+)  # fmt: skip
+
 
 def _cut_settings(source: SourceModel, kept: Kept) -> dict[str, Any]:
     """Rewrites `config.json` for so many blocks; whether it means that is for others to check."""
@@ -44,6 +50,7 @@ def _cut_settings(source: SourceModel, kept: Kept) -> dict[str, Any]:
         part, owner = _owner(source.config, model, path)
         for target in sections(result, part):
             target |= _by_block(owner, indices) | _routed(owner, indices)
+            target |= _renumbered(owner, indices)
             target |= _stages(owner, target, indices)
             write_keys(target, owner, _counts(owner, model, path, kept, part))
     return result
@@ -114,6 +121,27 @@ def _by_block(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
     return lists
 
 
+def _renumbered(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
+    """Lists of blocks of another kind, such as those of full attention, by their new numbers."""
+    lists = {name: values for name, values in vars(owner).items() if name.endswith("block_indexes")}
+    return {
+        name: [now for now, was in enumerate(indices) if was in values]
+        for name, values in lists.items()
+        if isinstance(values, list | tuple)
+    }
+
+
+def _moved_numbers(source: SourceModel, kept: Kept) -> Iterator[str]:
+    """Lists of blocks whose outputs are read elsewhere, where some are no longer in their place."""
+    for path, indices in kept.items():
+        _, owner = _owner(source.config, source.keymap.model, path)
+        same = {now for now, was in enumerate(indices) if now == was}
+        for name in _READ_ELSEWHERE:
+            values = getattr(owner, name, None)
+            if isinstance(values, list | tuple) and not {*values} <= same:
+                yield f"`{name}` of its config has the blocks {listed(values)}: keep them in place"
+
+
 def _stages(owner: Any, settings: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
     """Rename a backbone's stages; one whose block goes is the last before it that stays."""
     names = getattr(owner, "stage_names", None)
@@ -152,6 +180,7 @@ def cut_blocks(source: SourceModel, kept: Kept) -> SourceModel:
         reason = f"its config does not take the new number of blocks ({first_line(error)})"
         raise _refusal(source, [reason]) from error
     problems = [*_unlike_blocks(whole, model, kept), *_unlike_rest(whole, model, kept)]
+    problems += _moved_numbers(source, kept)
     # DeBERTa sends what its first block reads and returns through a convolution.
     convolved = getattr(source.config, "conv_kernel_size", 0)
     deberta = source.config.model_type == "deberta-v2"

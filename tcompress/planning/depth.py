@@ -24,11 +24,19 @@ def stacks_of(roles: Roles) -> Stacks:
     counts = Counter(block.name.rpartition(".")[0] for block in roles.blocks)
     levels = zip(*(path.split(".") for path in counts), strict=False)
     common = len([*takewhile(lambda steps: len({*steps}) == 1, levels)])
-    stacks = []
-    for path, count in counts.items():
-        name = next(iter(path.split(".")[common:]), path)
-        stacks.append(StackPlan(name=name, path=path, blocks=count, kept=tuple(range(count))))
-    return tuple(stacks)
+    steps = {path: path.split(".")[common:] for path in counts}
+
+    def name_of(path: str) -> str:
+        """Name a stack by as many steps as no other one begins with."""
+        lengths = range(1, len(steps[path]) + 1)
+        alike = (sum(it[:n] == steps[path][:n] for it in steps.values()) for n in lengths)
+        enough = next((n for n, count in zip(lengths, alike, strict=True) if count == 1), None)
+        return ".".join(steps[path][:enough]) or path
+
+    return tuple(
+        StackPlan(name=name_of(path), path=path, blocks=count, kept=tuple(range(count)))
+        for path, count in counts.items()
+    )
 
 
 def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:

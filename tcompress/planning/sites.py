@@ -406,6 +406,8 @@ def couplings(block: Block) -> Iterator[Coupling]:
         )
         if not writers or (reader_role and reader is None):
             continue
+        if any(layer.kind == "experts" and layer.bias for layer, _ in writers):
+            continue  # biases of experts stay as they are
         bilinear = len(writers) == 2 and all(layer.bilinear for layer, _ in writers)
         if kind == "scores" and not bilinear:
             continue

@@ -343,7 +343,7 @@ _RELATIVES: tuple[tuple[str, tuple[Style, ...]], ...] = (
     (
         """
         align_text_model altclip_text_model bert-generation bridgetower
-        bridgetower_text_model bros canine chinese_clip_text_model clap_text_model data2vec-text dpr
+        bridgetower_text_model canine chinese_clip_text_model clap_text_model data2vec-text dpr
         git layoutlm layoutlmv3 megatron-bert mra nystromformer rembert roberta-prelayernorm
         roc_bert tapas visual_bert xlm-roberta-xl
         """,
@@ -369,6 +369,7 @@ _RELATIVES: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("ernie4_5_moe qwen2_moe", (_SHARED_FIRST, _LLAMA)),
     ("exaone_moe glm4_moe solar_open", (_SHARED_LAST, _LLAMA)),
     ("big_bird", (_BERT_ENCODER,)),
+    ("bros", (replace(_BERT, bilinear=False),)),  # queries meet positions of boxes too
     ("bloom falcon", (_FALCON,)),
     ("codegen", (_CODEGEN,)),
     ("dinov3_vit", (_DINOV3, Style(_ATTENTION | _GATED))),

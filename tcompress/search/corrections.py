@@ -151,10 +151,13 @@ def judged_batches(
     limit = min(JUDGED_TOKENS, MOST_BYTES / (4 * width * passes))
     step = max(1, round(max(samples / JUDGED, tokens / limit)))
     cut = list[Mapping[str, Tensor]]()
+    first = min(step // 2, sum(map(samples_in, batches)) - 1)  # to be judged by, of a batch
     for batch in batches:
         size = samples_in(batch)
-        chosen = slice(min(size - 1, step // 2), None, step)
-        cut.append(sampler.with_variants({key: value[chosen] for key, value in batch.items()}))
+        if first < size:
+            chosen = {key: value[first::step] for key, value in batch.items()}
+            cut.append(sampler.with_variants(chosen))
+        first = (first - size) % step if first < size else first - size
     return cut
 
 

@@ -178,12 +178,12 @@ class Predictor:
             for layer in reached if recipe.by_loss or self.narrows else ():
                 entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
                 weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
-                inputs = of_layer.inputs
-                last = all(other.inputs is not inputs for other in sums.values())
-                if (key := (id(inputs), entry.bias)) not in grams:
+                read = of_layer.inputs
+                last = all(other.inputs is not read for other in sums.values())
+                if (key := (id(read), entry.bias)) not in grams:
                     with naming(f"layer `{entry.name}`", MORE_DATA):
-                        grams[key] = inputs.moments(centred=entry.bias, last=last).gram
-                gram, mean, rows = grams[key], inputs.means[0], max(1, of_layer.rows // probes)
+                        grams[key] = read.moments(centred=entry.bias, last=last).gram
+                gram, mean, rows = grams[key], read.means[0], max(1, of_layer.rows // probes)
                 curvature = of_layer.curvature.total() / of_layer.rows
                 stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)
                 bias = read_finite(*stored) if entry.bias and self.narrows else None

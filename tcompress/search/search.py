@@ -136,7 +136,10 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
             return {label: problem.dense().with_facts(resource.facts_of(1.0))}
         allowed = resource.dense / resource.asked(limit)
         room = round(allowed - resource.rest(predictions.layers))
-        problem = _worth_trying(replace(problem, room=room), resource.unit)
+        problem = replace(problem, room=room)
+        limited, unit = problem, resource.unit  # by one process alone, as all that is solved
+        names = processes.first(lambda: _worth_trying(limited, unit).methods)
+        problem = replace(problem, methods=names)
     if inputs.data is not None:
         factors = measured.factors(problem.methods, inputs)
         # What candidates are predicted to lose is corrected by what some of them did lose.

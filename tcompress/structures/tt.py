@@ -216,6 +216,8 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
                 raise IndexError(
                     f"word {low if low < 0 else high} of a table of {layout.out_features} words"
                 )
+        elif words.device.type == "cuda":  # as dense tables do: without waiting
+            torch._assert_async(((words >= 0) & (words < layout.out_features)).all())
         return linalg.tt_rows(words, cores)[:, : layout.in_features][places]
 
     def dense(self, tensors: Tensors, layout: TTLayout) -> Tensor:

@@ -49,6 +49,10 @@ CONVERSIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "tga": ("bert", {"option": "svd", "attention": {"name": "tga"}}),
     "hot": ("vit", {"option": "svd", "aware": True, "attention": {"name": "hot"}}),
     "tam": ("bert", {"option": "svd", "aware": True, "attention": {"name": "tam"}}),
+    "tam of a core": (
+        "bert",
+        {"option": "svd", "aware": True, "attention": {"name": "tam", "core": "tucker", "rank": 4}},
+    ),
     "multilinear": ("bert", {"option": "svd", "attention": {"name": "multilinear", "length": 8}}),
 }
 

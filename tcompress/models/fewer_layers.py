@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from tcompress.errors import PlanError, SourceError, after_colon, first_line, listed
+from tcompress.errors import PlanError, SourceError, after_colon, first_line
 from tcompress.models.keymap import modules_above
 from tcompress.models.model import SourceModel
 
@@ -136,10 +136,12 @@ def _moved_numbers(source: SourceModel, kept: Kept) -> Iterator[str]:
     for path, indices in kept.items():
         _, owner = _owner(source.config, source.keymap.model, path)
         same = {now for now, was in enumerate(indices) if now == was}
+        whole = owner if "text" in path else source.config  # they are of pictures
         for name in _READ_ELSEWHERE:
-            values = getattr(owner, name, None)
+            values = getattr(owner, name, None) or getattr(whole, name, None)
             if isinstance(values, list | tuple) and not {*values} <= same:
-                yield f"`{name}` of its config has the blocks {listed(values)}: keep them in place"
+                blocks = ", ".join(map(str, values))
+                yield f"`{name}` of its config has the blocks {blocks}: keep them in place"
 
 
 def _stages(owner: Any, settings: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from transformers.models.bert import modeling_bert
 
 from tcompress.blockwise.streams import (
     Call,
+    PartialModel,
     Readings,
     Stream,
     intercept_blocks,
@@ -23,6 +24,7 @@ from tcompress.errors import DataError
 from tcompress.fitting import block_rewrite
 from tcompress.fitting.layer_fits import FittedLayer, LayerMoments, fit_layers
 from tcompress.linalg.moments import Moments
+from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles.find import find_roles
 from tcompress.structures.modules.experts import StructuredExperts
@@ -250,6 +252,21 @@ def _assert_close(entry: LayerPlan, found: Moments | None, wanted: Moments | Non
 
 
 MASK = {"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+
+
+KEPT = (True, False)
+
+
+def test_passes_whose_output_nobody_keeps_end_at_the_head(tiny: Tiny) -> None:
+    model = PartialModel(SourceModel.open(str(tiny("llama"))), torch.device("cpu"), head=True)
+    batches, rows = [TINY["llama"].inputs(2, 8, seed) for seed in (0, 1)], []
+    model.model.get_output_embeddings().register_forward_hook(lambda *it: rows.append(len(it[2])))
+    streams = [model.stream(batch, keep=keep) for batch, keep in zip(batches, KEPT, strict=True)]
+    for _ in model.walk(streams):
+        for stream in streams:
+            stream.answer(model.answer_of(stream))
+    assert tuple(stream.output is not None for stream in streams) == KEPT
+    assert rows == [2]
 
 
 def test_a_mask_of_another_shape_is_not_taken() -> None:

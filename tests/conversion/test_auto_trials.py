@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tcompress.conversion import converter
 from tcompress.conversion.converter import CLEAR, Converted, convert, simplest, try_out
+from tcompress.conversion.model_fits import Conversion, fit_on_data
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
@@ -216,6 +218,27 @@ def test_an_interrupted_search_goes_on(
     again = _convert(folder, output, _recipe())
     assert again.resumed
     assert contents(output) == contents(whole().folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"drop_layers": 1}])
+def test_an_interrupted_trial_alone_is_made_again(
+    changes: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials: list[str] = []
+
+    def counted(conversion: Conversion, *rest: Any) -> Any:
+        trials.append(conversion.workdir.folder.name)
+        if len(trials) == 3:
+            raise KeyboardInterrupt
+        return fit_on_data(conversion, *rest)
+
+    monkeypatch.setattr(converter, "fit_on_data", counted)
+    with pytest.raises(KeyboardInterrupt):
+        _convert(folder, tmp_path / "out", _recipe(**changes))
+    _convert(folder, tmp_path / "out", _recipe(**changes))
+    assert trials[3] == trials[2]
+    assert not {*trials[:2]} & {*trials[3:]}
 
 
 def test_a_dry_run_allows_for_the_trials(folder: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModel
 
 import tcompress
@@ -15,8 +16,11 @@ from tcompress.errors import ArtifactError, FitError, PlanError
 from tcompress.exports.dense import export_dense
 from tcompress.latency.benchmark import baseline_of
 from tcompress.models import SourceModel, WeightStore
+from tcompress.models.fewer_layers import cut_blocks
 from tcompress.options import Convert, dump_recipe, parse_recipe
+from tcompress.planning.depth import stacks_of
 from tcompress.planning.planner import make_plan
+from tcompress.planning.sites import roles_of
 from tcompress.reporting.model_report import report_of
 from tcompress.training.setup import set_up
 from tests.support.cli import completed, run
@@ -121,6 +125,42 @@ def test_blocks_that_know_their_place(
     assert f"blocks of this `{family}` model cannot be dropped or repeated: " in str(caught.value)
     assert message in str(caught.value)
     planned(source, keep_layers=[0, 1])
+
+
+def test_stacks_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": 50, "intermediate_size": 64, "max_position_embeddings": 16}
+    vision = {**sizes, "intermediate_size": 64, "image_size": 16, "patch_size": 4}
+    config = transformers.CLIPSegConfig(
+        text_config=text, vision_config=vision, projection_dim=32, extract_layers=[0, 1],
+        reduce_dim=16, decoder_num_attention_heads=2, decoder_intermediate_size=32,
+    )  # fmt: skip
+    transformers.CLIPSegForImageSegmentation(config).save_pretrained(tmp_path)
+    source = SourceModel.open(str(tmp_path))
+    names = [stack.name for stack in stacks_of(roles_of(source))]
+    assert names == ["clip.text_model", "clip.vision_model", "decoder"]
+    depth = planned(source, drop_layers={"clip.text_model": 1}).depth
+    assert [len(stack.kept) for stack in depth.stacks] == [1, 2, 2]
+    with pytest.raises(PlanError, match=r"`extract_layers` of its config has the blocks 0, 1"):
+        planned(source, drop_layers={"clip.vision_model": 1})
+
+
+def test_numbers_of_kinds_of_blocks_follow_them(tmp_path: Path) -> None:
+    vision = {
+        "depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64,
+        "out_hidden_size": 32, "fullatt_block_indexes": [1, 3],
+    }  # fmt: skip
+    text = {
+        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(vision_config=vision, text_config=text)
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    source = SourceModel.open(str(tmp_path))
+    path = next(stack.path for stack in stacks_of(roles_of(source)) if "visual" in stack.path)
+    config = cut_blocks(source, {path: (0, 1, 3)}).config.vision_config
+    assert (config.depth, config.fullatt_block_indexes) == (3, [1, 2])
 
 
 @pytest.mark.often("qwen3_moe-options2-changed2", "t5-options3-changed3")

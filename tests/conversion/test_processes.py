@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
 from tcompress import processes
 from tcompress.artifact.checksums import digest_of
 from tcompress.artifact.manifest import read_manifest
+from tcompress.blockwise.output_sampler import OutputComparison, OutputSampler
 from tcompress.blockwise.sensitivity import Sensitivity
 from tcompress.errors import FitError, PlanError, TCompressError
 from tcompress.linalg.moments import MomentSums, ProductSum
@@ -224,6 +226,29 @@ def test_a_sum_that_moves_goes_on_where_it_is() -> None:
     rows = torch.randn(6, 4)
     moved.add(rows, rows)
     torch.testing.assert_close(moved.total(), (rows.T @ rows).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_that_is_in_a_value_twice_stays_one() -> None:
+    rows = torch.randn(3, 4)
+    moved = processes.moved({"pair": (rows, rows), "copy": rows.clone()}, "meta")
+    assert moved["pair"][0] is moved["pair"][1] is not moved["copy"]
+
+
+def test_an_output_that_one_process_cannot_compare_is_an_error_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampler, batch = OutputSampler(None), {"attention_mask": torch.ones(1, 2)}
+    exact = BaseModelOutput(last_hidden_state=torch.ones(1, 2, 4))
+    broken = BaseModelOutput(last_hidden_state=torch.full((1, 2, 4), torch.nan))
+    with pytest.raises(FitError):
+        OutputComparison(sampler).attempt("data", exact, broken, batch, 0)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "gathered", lambda value: [[], value])
+    comparison = OutputComparison(sampler)
+    comparison.attempt("data", exact, broken, batch, 0)
+    comparison.attempt("data", exact, exact, batch, 1)
+    with pytest.raises(FitError):
+        comparison.merged()
 
 
 def test_every_batch_is_in_one_run() -> None:

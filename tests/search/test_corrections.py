@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
 
-from tcompress.blockwise.output_sampler import LEFT_OUT, VARIANTS, OutputSampler
+from tcompress.blockwise.output_sampler import (
+    LEFT_OUT,
+    VARIANTS,
+    OutputComparison,
+    OutputSampler,
+)
 from tcompress.conversion.converter import convert
 from tcompress.conversion.estimate import estimate
+from tcompress.data.calibration import CalibrationData
 from tcompress.data.sentences import PLAIN
+from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
@@ -20,6 +28,7 @@ from tcompress.search.candidates import SearchInputs
 from tcompress.search.corrections import Substitute, changes_with
 from tests.support.conversions import calibration, make
 from tests.support.depth import deep, drawn, idle_llama
+from tests.support.tiny import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,6 +51,28 @@ def test_embeddings_are_compared_with_those_of_texts_without_some_words(texts: i
         assert float(gone) == pytest.approx(share, abs=0.2 if texts == 1 else 0.15)
     scorer = OutputSampler(None)
     assert scorer.with_variants(batch) is batch
+
+
+@pytest.mark.parametrize(("batches", "size"), [(1, 60), (15, 4), (60, 1), (2, 1)])
+def test_what_judges_is_cut_over_all_batches(batches: int, size: int, tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    source = SourceModel.open(str(tmp_path))
+    ids = torch.arange(batches * size)[:, None].expand(-1, 200).split(size)
+    facts = ("random", batches * size, 0, "0", {})
+    data = CalibrationData([{"input_ids": x} for x in ids], [*range(batches)], *facts)
+    cut = corrections.judged_batches(data, OutputSampler(None), source, 1)
+    chosen = torch.cat([batch["input_ids"][:, 0] for batch in cut]).tolist()
+    assert chosen == ([1, 4, 7, *range(10, 60, 3)] if batches * size == 60 else [0, 1])
+
+
+def test_states_of_two_widths_are_ranked_apart() -> None:
+    comparison = OutputComparison(OutputSampler(None))
+    generator = torch.Generator().manual_seed(0)
+    for index in range(4):
+        states = torch.randn(2, 3, 8, generator=generator)
+        output = CLIPVisionModelOutput(states[:, 0, :4].clone(), states)
+        comparison.add("data", output, output, {"pixel_values": states}, index)
+    assert comparison.agreement == {"data": pytest.approx(1.0)}
 
 
 @pytest.mark.parametrize("texts", [1, 5])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -417,6 +418,13 @@ def test_experts_keep_neurons(sources: Callable[[str], SourceModel]) -> None:
     block = roles_of(sources("mixtral")).blocks[0]
     found = [own for own in couplings(block) if own.kind == "neurons"]
     assert [min(own.sizes) > 0 for own in found] == [True]
+
+
+def test_experts_with_biases_keep_all_neurons(sources: Callable[[str], SourceModel]) -> None:
+    """Their biases are stored as they are."""
+    block = roles_of(sources("mixtral")).blocks[0]
+    biased = replace(block, layers=tuple(replace(item, bias=True) for item in block.layers))
+    assert not [item for item in couplings(biased) if item.kind == "neurons"]
 
 
 TIGHT = {"t5": 0.03, "mixtral": 0.1}  # attention to another text, and experts, stay

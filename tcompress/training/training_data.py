@@ -86,6 +86,7 @@ def load_data(
     train = encoder.encode(training, "train on")
     validated = encoder.encode(validation, "validate on")
     compared = [] if task is not None else [*held_out, *reader.beside(beside)]
+    absent = training.labels.absent & validation.labels.absent
     few = (
         f"warning: {training.name} has {counted(len(train), 'example')} to train on: with fewer "
         f"than {FEW} little is learnt"
@@ -97,7 +98,7 @@ def load_data(
         training.name,
         digest,
         files,
-        training.labels,
+        replace(training.labels, absent=absent),
         encoder.texts.pad if encoder.texts else 0,
         encoder.by_source(compared, variants=variants),
         (few,) if len(train) < FEW else (),
@@ -291,7 +292,8 @@ def _with_classes(held: Examples, train: Examples) -> Examples:
         else numbers[int(target)]
         for target in held.targets
     ]
-    return replace(held, targets=targets, labels=train.labels)
+    absent = frozenset(range(len(train.classes))) - {numbers[index] for index in held.labels.used}
+    return replace(held, targets=targets, labels=replace(train.labels, absent=absent))
 
 
 def _split_off(

@@ -19,6 +19,8 @@ from tcompress.models import SourceModel
 from tcompress.progress import listening
 from tcompress.training.batches import Encoded, LengthBatches, in_order, loader
 from tcompress.training.losses import examples_in, pieces, tokens_in
+from tcompress.training.task_heads import with_head
+from tcompress.training.tasks import TASKS
 from tcompress.training.training_data import Data, check_training_data, load_data
 from tests.support.conversions import Told
 from tests.support.evaluation import (
@@ -243,6 +245,18 @@ def test_validation_data_number_classes_alike(place: Path, tmp_path: Path) -> No
     other = rows_file(tmp_path / "other.jsonl", text=sentences(3), label=list("cad"))
     with pytest.raises(DataError, match="has the classes `d`, which"):
         data_of(place / "encoder", "classification", source=[str(train)], validation=str(other))
+
+
+@pytest.mark.parametrize("kind", ["single", "multi"])
+def test_classes_of_validation_data_alone_have_labels(kind: str, tmp_path: Path) -> None:
+    model = classifier(tmp_path / "bert", 4, problem_type=f"{kind}_label_classification")
+    train = rows_file(tmp_path / "train.jsonl", text=sentences(6), label=[0, 1, 3] * 2)
+    for labels in ([0, 1, 2], [0, 1, 2, 3]):
+        held = rows_file(tmp_path / "held.jsonl", text=sentences(len(labels)), label=labels)
+        data = data_of(model, "classification", source=[str(train)], validation=str(held))
+        data, _ = with_head(TASKS["classification"](), data, SourceModel.open(str(model)), None)
+        marks = data.validation.labels
+        assert (marks if kind == "single" else marks.argmax(1)).tolist() == labels
 
 
 def test_held_out_examples_are_not_trained_on(place: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tcompress.training.objectives import (
 )
 from tcompress.training.sharding import _apart
 from tests.support.converted import converted
-from tests.support.evaluation import labelled_file
+from tests.support.evaluation import labelled_file, pairs_file
 from tests.support.tiny import TINY
 from tests.support.training import (
     batch_of,
@@ -183,6 +183,14 @@ def test_encoders_do_not_learn_to_write(tmp_path: Path) -> None:
     how = {"task": "causal-lm", "teacher": ["none"], "data": texts(tmp_path)}
     with pytest.raises(InputError, match="sees the tokens that it is to predict"):
         train(small_encoder(tmp_path), tmp_path / "out", **how)
+
+
+def test_models_of_one_head_are_not_pretrained_as_bert_is(tmp_path: Path) -> None:
+    data = {"source": [str(pairs_file(tmp_path / "pairs.jsonl", 40))]}
+    how = {"task": "pretraining", "teacher": ["none"], "data": data}
+    with pytest.raises(InputError, match="`RobertaForMaskedLM` has no head that") as refused:
+        train(small("roberta", tmp_path), tmp_path / "out", **how)
+    assert "`masked-lm`" in (refused.value.hint or "")
 
 
 def test_a_new_head_is_trained_whatever_else_is(tmp_path: Path) -> None:

@@ -117,9 +117,16 @@ def set_up(
     names = _objective_weights(source, teaching, options, from_random=from_random)
     sentences, task = _sentences_and_task(source, options, names)
     first = next(iter(teachers), None)
-    how = first, progress, texts_beside(options)
     data = load_data(
-        source, options.data, task, options.seed, *how, variants=teaching.kind == "vectors"
+        source,
+        options.data,
+        task,
+        options.seed,
+        first,
+        progress,
+        texts_beside(options),
+        variants=teaching.kind == "vectors",
+        device=pick_device(options.device),
     )
     for teacher in teaching.beside:
         compares = teaching.kind != "states" or teacher.model_class is source.model_class

@@ -22,7 +22,7 @@ from tcompress.training.setup import set_up
 from tests.support.cli import completed, run
 from tests.support.conversions import distance, outputs
 from tests.support.depth import deep
-from tests.support.model_folders import save_tokenizer
+from tests.support.model_folders import edited, save_tokenizer
 from tests.support.training import settings, texts, train
 from tests.support.typed import conversion
 
@@ -121,6 +121,16 @@ def test_blocks_that_know_their_place(
     assert f"blocks of this `{family}` model cannot be dropped or repeated: " in str(caught.value)
     assert message in str(caught.value)
     planned(source, keep_layers=[0, 1])
+
+
+def test_heads_that_time_words_move_with_their_blocks(tmp_path: Path) -> None:
+    source = saved("whisper", tmp_path / "whisper")
+    for kept, heads in (([0, 3], [[1, 1]]), ([2, 3], [[0, 0], [1, 1]]), ([0, 1], None)):
+        with edited(tmp_path / "whisper" / "generation_config.json") as generation:
+            generation["alignment_heads"] = [[2, 0], [3, 1]]
+        made = cut(source, tmp_path / f"out{kept}", keep_layers={"decoder": kept})
+        generation = json.loads((made / "generation_config.json").read_text(encoding="utf-8"))
+        assert generation.get("alignment_heads") == heads
 
 
 @pytest.mark.often("qwen3_moe-options2-changed2", "t5-options3-changed3")

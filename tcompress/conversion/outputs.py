@@ -37,6 +37,7 @@ from tcompress.models.names import (
     WEIGHTS,
     carry_files,
     forget_code,
+    renumber_alignment,
     shorten_texts,
 )
 from tcompress.models.narrower import with_keys
@@ -274,6 +275,9 @@ def write_rest(
         forget_code(folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
+    for stack in manifest.plan.depth.stacks if manifest.plan.depth else ():
+        if "decoder" in stack.path.split("."):
+            renumber_alignment(folder, stack.kept)
     write_text(folder / CARD, model_card(manifest, source.folder, source.model_class.__name__))
     config = config_text(source, manifest.plan, dtype)
     sealed = seal(folder, manifest.checksums, {"config.json": config.encode()})

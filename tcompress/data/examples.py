@@ -272,7 +272,8 @@ def _without(
         advice = "" if advice == "give other data" else f", or {advice}"
         return DataError(text, f"{mend}give data with such a column{advice}")
     names = ",".join(f"{role}={column}" for role, column in offers.items())
-    return DataError(text, f"name it: `--columns {names}`, or {advice}")
+    how = f"name it: `--columns {names}` (where there is no such option, rename it in the data)"
+    return DataError(text, f"{how}, or {advice}")
 
 
 def _unfit(table: Table, kinds: Mapping[str, str], role: str, column: str, needs: Needs) -> str:

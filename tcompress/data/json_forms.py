@@ -104,7 +104,9 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     if len(lists) > 1:
         if split in lists:
             return lists[split], f"key `{split}`"
-        hint = f"choose one with `--split`, such as `--split {next(iter(lists))}`"
+        first = next(iter(lists))
+        hint = f"choose one, such as `--split {first}`, or where there is no such option "
+        hint += f"`split: {first}` in a recipe, or a file with one of them"
         raise DataError(f"`{name}` holds lists of rows under the keys {listed(lists)}", hint)
     if lists:
         [(key, rows)] = lists.items()

@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -520,6 +520,25 @@ def shorten_texts(folder: Path, longest: int) -> None:
             if before is None or before > longest:
                 text = json.dumps(settings | {key: longest}, indent=2, ensure_ascii=False)
                 write_text(path, text + "\n")
+
+
+def renumber_alignment(folder: Path, kept: Sequence[int]) -> None:
+    """Renumber decoder blocks, of which Whisper reads heads to tell when words are spoken.
+
+    Heads of blocks that are gone go too.
+    """
+    path, key = folder / "generation_config.json", "alignment_heads"
+    if not path.is_file():
+        return
+    with suppress(ValueError, TypeError):  # whoever reads it says what is wrong
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        pairs = settings.get(key) if isinstance(settings, dict) else None
+        heads = [[kept.index(block), head] for block, head in pairs or () if block in kept]
+        if heads != (pairs or []):
+            settings = {**settings, key: heads}
+            if not heads:
+                del settings[key]
+            write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 _PARTS = ("config", "processor", "extractor")  # ends of keys under which settings have parts

@@ -60,20 +60,16 @@ class ExampleEncoder:
         Raises:
             DataError: The model reads what cannot be trained on, or what the task has not.
         """
-        inputs, model = inputs_of(source), source.model_class.__name__
+        inputs = inputs_of(source)
         _check_inputs(source, inputs)
+        if task is not None:
+            _check_task(task, source, inputs)
         if task is not None and task.needs.generates:
             check_seq2seq(source)
         # Healing reads texts as the encoder will, and so does a task that compares embeddings.
         embeds = task is None or task.name == "sts"
         sentences = SentenceEncoder.imitated(source) if embeds else PLAIN
         texts = sentences.reader(source, inputs, max_length) if inputs.text else None
-        if task is not None:
-            grid = SERIES if task.needs.window else VOLUMES if task.needs.volume else None
-            if inputs.grid != grid:
-                what = {VOLUMES: "volumes", SERIES: "series", None: "neither volumes nor series"}
-                text = f"`{model}` reads {what[inputs.grid]}, its task {what[grid]}"
-                raise DataError(text, "choose another task, or a model for this one")
         return cls(source, task, seed, inputs, sentences, texts)
 
     @property
@@ -229,6 +225,16 @@ def _check_inputs(source: SourceModel, inputs: Inputs) -> None:
         hint = f"{how}: a converted model is an ordinary model"
         name = source.model_class.__name__
         raise DataError(f"`{name}` takes {what}, which cannot be trained on yet", hint)
+
+
+def _check_task(task: TrainingTask, source: SourceModel, inputs: Inputs) -> None:
+    needs, grids = task.needs, {VOLUMES: "volumes", SERIES: "series"}
+    reads = grids[inputs.grid] if inputs.grid else "texts" if inputs.text else "pictures"
+    asked = "pictures" if needs.image else "volumes" if needs.volume else "texts"
+    asked = "series" if needs.window else asked
+    if reads != asked:
+        text = f"`{source.model_class.__name__}` reads {reads}, the task `{task.name}` {asked}"
+        raise DataError(text, "choose another task, or a model for this one")
 
 
 def _windows(encoder: TextEncoder, examples: Examples, *, with_labels: bool) -> Encoded:

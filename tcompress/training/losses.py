@@ -240,13 +240,15 @@ class Losses:
             for objective, share in self.setup.objectives
             if self.setup.task is None or objective.name == "task"
         ] or self.setup.objectives
+        taught = any(objective.needs_teacher for objective, _ in chosen)
         sums = defaultdict[tuple[Objective, Unit], list[Tensor]](list)
         vectors: list[tuple[Tensor, Tensor]] = []
         counts = dict.fromkeys(get_args(Unit), 0.0)
         for batch in batches:
             moved = self._moved(batch)
             with self._unread_masks(batch), self.accelerator.autocast():
-                teacher = self.teachers.of_batch(moved, self.setup.data.validation)
+                held = self.setup.data.validation
+                teacher = self.teachers.of_batch(moved, held) if taught else Observed()
                 student = self._student(moved)
             for objective, _ in chosen:
                 if isinstance(objective, Similarities):

@@ -117,9 +117,16 @@ def set_up(
     names = _objective_weights(source, teaching, options, from_random=from_random)
     sentences, task = _sentences_and_task(source, options, names)
     first = next(iter(teachers), None)
-    how = first, progress, texts_beside(options)
     data = load_data(
-        source, options.data, task, options.seed, *how, variants=teaching.kind == "vectors"
+        source,
+        options.data,
+        task,
+        options.seed,
+        first,
+        progress,
+        texts_beside(options),
+        variants=teaching.kind == "vectors",
+        device=pick_device(options.device),
     )
     for teacher in teaching.beside:
         compares = teaching.kind != "states" or teacher.model_class is source.model_class
@@ -136,6 +143,12 @@ def set_up(
         raise InputError(
             f"a `{type(model).__name__}` sees the tokens that it is to predict",
             "choose the task `masked-lm`, or a model that writes text",
+        )
+    if options.task == "pretraining" and not _tells_what_follows(model):
+        raise InputError(
+            f"`{type(model).__name__}` has no head that tells whether a text follows another, "
+            "which the task `pretraining` trains beside hidden words",
+            "choose the task `masked-lm`, or a model with both heads, such as BERT",
         )
     roles = loaded_roles(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
@@ -211,6 +224,11 @@ def _sees_ahead(model: PreTrainedModel) -> bool:
         first, second = model(input_ids=ids).logits[:, :-1].float()
         return not torch.allclose(first, second, atol=1e-3)
     return False
+
+
+def _tells_what_follows(model: PreTrainedModel) -> bool:
+    """True of models pretrained as BERT was, whose families all call that head alike."""
+    return any(name.endswith("seq_relationship") for name, _ in model.named_modules())
 
 
 def check_run(source: SourceModel, teachers: Sequence[SourceModel], options: Finetune) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tcompress.artifact.checksums import stamps_of
@@ -59,15 +60,16 @@ def load_data(
     beside: int = BESIDE,
     *,
     variants: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Data:
     """Read and encode the data of a run; without a task inputs alone, `beside` texts that ship.
 
     With `variants`, texts that mixtures of weights are compared on are followed by themselves
-    without some of their words.
+    without some of their words. A teacher that writes data does so on the device.
     """
     files = stamps_of(options.names)
     encoder = ExampleEncoder.of(source, task, seed, options.max_length)
-    reader = ExampleReader(encoder, options, teacher, progress or Silent())
+    reader = ExampleReader(encoder, options, teacher, progress or Silent(), device)
     parts = reader.training()
     training = _joined(parts)
     held_out = [_with_classes(part, training) for part in reader.validation(parts)]
@@ -86,6 +88,7 @@ def load_data(
     train = encoder.encode(training, "train on")
     validated = encoder.encode(validation, "validate on")
     compared = [] if task is not None else [*held_out, *reader.beside(beside)]
+    absent = training.labels.absent & validation.labels.absent
     few = (
         f"warning: {training.name} has {counted(len(train), 'example')} to train on: with fewer "
         f"than {FEW} little is learnt"
@@ -97,7 +100,7 @@ def load_data(
         training.name,
         digest,
         files,
-        training.labels,
+        replace(training.labels, absent=absent),
         encoder.texts.pad if encoder.texts else 0,
         encoder.by_source(compared, variants=variants),
         (few,) if len(train) < FEW else (),
@@ -125,6 +128,7 @@ class ExampleReader:
     options: TrainingData
     teacher: SourceModel | None
     progress: Progress | None = None  # none where data is only checked
+    device: torch.device | str = "cpu"  # on which a teacher writes
 
     def training(self) -> list[Examples]:
         """Read the examples to train on, source by source."""
@@ -216,7 +220,7 @@ class ExampleReader:
             raise DataError(text, "give data with `--data`, or leave it out")
         texts = [TEACHER]
         if (progress := self.progress) is not None:
-            count, model = min(samples, WRITTEN), load_model(teacher)
+            count, model = min(samples, WRITTEN), load_model(teacher, device=self.device)
             progress.stage("the teacher is writing", count, "texts")
             how = count, encoder.limit, self.encoder.seed, progress.advance
             texts = written_texts(model, encoder.tokenizer, *how)
@@ -291,7 +295,8 @@ def _with_classes(held: Examples, train: Examples) -> Examples:
         else numbers[int(target)]
         for target in held.targets
     ]
-    return replace(held, targets=targets, labels=train.labels)
+    absent = frozenset(range(len(train.classes))) - {numbers[index] for index in held.labels.used}
+    return replace(held, targets=targets, labels=replace(train.labels, absent=absent))
 
 
 def _split_off(

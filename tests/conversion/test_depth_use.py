@@ -26,7 +26,7 @@ from tcompress.training.setup import set_up
 from tests.support.cli import completed, run
 from tests.support.conversions import distance, outputs
 from tests.support.depth import deep
-from tests.support.model_folders import save_tokenizer
+from tests.support.model_folders import edited, save_tokenizer
 from tests.support.training import settings, texts, train
 from tests.support.typed import conversion
 
@@ -161,6 +161,16 @@ def test_numbers_of_kinds_of_blocks_follow_them(tmp_path: Path) -> None:
     path = next(stack.path for stack in stacks_of(roles_of(source)) if "visual" in stack.path)
     config = cut_blocks(source, {path: (0, 1, 3)}).config.vision_config
     assert (config.depth, config.fullatt_block_indexes) == (3, [1, 2])
+
+
+def test_heads_that_time_words_move_with_their_blocks(tmp_path: Path) -> None:
+    source = saved("whisper", tmp_path / "whisper")
+    for kept, heads in (([0, 3], [[1, 1]]), ([2, 3], [[0, 0], [1, 1]]), ([0, 1], None)):
+        with edited(tmp_path / "whisper" / "generation_config.json") as generation:
+            generation["alignment_heads"] = [[2, 0], [3, 1]]
+        made = cut(source, tmp_path / f"out{kept}", keep_layers={"decoder": kept})
+        generation = json.loads((made / "generation_config.json").read_text(encoding="utf-8"))
+        assert generation.get("alignment_heads") == heads
 
 
 @pytest.mark.often("qwen3_moe-options2-changed2", "t5-options3-changed3")

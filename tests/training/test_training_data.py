@@ -17,8 +17,11 @@ from tcompress.data.inputs import IGNORED
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.progress import listening
+from tcompress.training import setup, training_data
 from tcompress.training.batches import Encoded, LengthBatches, in_order, loader
 from tcompress.training.losses import examples_in, pieces, tokens_in
+from tcompress.training.task_heads import with_head
+from tcompress.training.tasks import TASKS
 from tcompress.training.training_data import Data, check_training_data, load_data
 from tests.support.conversions import Told
 from tests.support.evaluation import (
@@ -31,7 +34,7 @@ from tests.support.evaluation import (
 )
 from tests.support.model_folders import edited, model_folder, save_tokenizer, sentences, text_file
 from tests.support.tiny import IMAGE
-from tests.support.training import data_of, picture_rows, pictures, settings
+from tests.support.training import data_of, losses_of, picture_rows, pictures, settings
 
 LENGTHS = [index * 7 % 23 + 1 for index in range(50)]
 
@@ -245,6 +248,18 @@ def test_validation_data_number_classes_alike(place: Path, tmp_path: Path) -> No
         data_of(place / "encoder", "classification", source=[str(train)], validation=str(other))
 
 
+@pytest.mark.parametrize("kind", ["single", "multi"])
+def test_classes_of_validation_data_alone_have_labels(kind: str, tmp_path: Path) -> None:
+    model = classifier(tmp_path / "bert", 4, problem_type=f"{kind}_label_classification")
+    train = rows_file(tmp_path / "train.jsonl", text=sentences(6), label=[0, 1, 3] * 2)
+    for labels in ([0, 1, 2], [0, 1, 2, 3]):
+        held = rows_file(tmp_path / "held.jsonl", text=sentences(len(labels)), label=labels)
+        data = data_of(model, "classification", source=[str(train)], validation=str(held))
+        data, _ = with_head(TASKS["classification"](), data, SourceModel.open(str(model)), None)
+        marks = data.validation.labels
+        assert (marks if kind == "single" else marks.argmax(1)).tolist() == labels
+
+
 def test_held_out_examples_are_not_trained_on(place: Path, tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", sentences(30))
     how: dict[str, Any] = {"source": [path], "holdout": 0.3, "max_length": 64}
@@ -303,6 +318,23 @@ def test_a_teacher_writes_its_own_data(place: Path, tmp_path: Path) -> None:
         load_data(writer, options, None, 0, writer)
     with pytest.raises(DataError, match="the data `teacher` has no labels"):
         data_of(place / "encoder", "sts", source=["teacher"])
+
+
+def test_a_teacher_writes_on_the_device_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = headed("gpt2", tmp_path / "gpt2", "GPT2LMHeadModel")
+    save_tokenizer(model, bos_token="<s>")
+    devices: list[str] = []
+
+    def write(teacher: Any, *how: Any) -> list[str]:
+        devices.append(teacher.device.type)
+        return sentences(30)
+
+    monkeypatch.setattr(training_data, "written_texts", write)
+    monkeypatch.setattr(setup, "pick_device", lambda name: torch.device("meta"))
+    losses_of(model, teacher=[str(model)], data={"source": ["teacher"]})
+    assert devices == ["meta"]
 
 
 def test_sources_are_seen_as_often_as_their_weights_say(place: Path, tmp_path: Path) -> None:

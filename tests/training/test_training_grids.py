@@ -11,6 +11,7 @@ from tcompress.errors import DataError
 from tcompress.training.tasks import TASKS
 from tests.support.evaluation import classifier
 from tests.support.grids import archive_file, grid_folder, series_file, volume_file
+from tests.support.model_folders import model_folder
 from tests.support.own_models import recipe_for
 from tests.support.tiny import HORIZON, SERIES, VOLUME
 from tests.support.training import data_of, taught, train
@@ -88,10 +89,13 @@ def test_volumes_are_joined_and_series_are_not(tmp_path: Path) -> None:
 def test_tasks_and_models_that_do_not_go_together(tmp_path: Path) -> None:
     volumes = str(volume_file(tmp_path / "v.parquet"))
     grid = grid_folder("tcompress_grid", tmp_path / "model")
+    bert, vit = classifier(tmp_path / "bert"), model_folder("vit", tmp_path / "vit")
     for model, task, message in (
-        (grid, "forecasting", "reads volumes, its task series"),
-        (grid, "image-classification", "reads volumes, its task neither"),
-        (classifier(tmp_path / "bert"), "forecasting", "reads neither volumes nor series"),
+        (grid, "forecasting", "reads volumes, the task `forecasting` series"),
+        (grid, "image-classification", "reads volumes, the task `image-classification` pictures"),
+        (bert, "forecasting", "reads texts, the task `forecasting` series"),
+        (bert, "image-classification", "reads texts, the task `image-classification` pictures"),
+        (vit, "sts", "reads pictures, the task `sts` texts"),
     ):
         with pytest.raises(DataError, match=message):
             data_of(model, task, source=[volumes])

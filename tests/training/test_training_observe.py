@@ -1,7 +1,9 @@
 """What is read off a model while it runs, and blocks that are trained alone."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +23,9 @@ from tcompress.training.objectives import (
     token_mask,
 )
 from tcompress.training.sharding import _apart
+from tcompress.training.teacher_outputs import TeacherOutputs
 from tests.support.converted import converted
-from tests.support.evaluation import labelled_file
+from tests.support.evaluation import labelled_file, pairs_file
 from tests.support.tiny import TINY
 from tests.support.training import (
     batch_of,
@@ -183,6 +186,25 @@ def test_encoders_do_not_learn_to_write(tmp_path: Path) -> None:
     how = {"task": "causal-lm", "teacher": ["none"], "data": texts(tmp_path)}
     with pytest.raises(InputError, match="sees the tokens that it is to predict"):
         train(small_encoder(tmp_path), tmp_path / "out", **how)
+
+
+def test_models_of_one_head_are_not_pretrained_as_bert_is(tmp_path: Path) -> None:
+    data = {"source": [str(pairs_file(tmp_path / "pairs.jsonl", 40))]}
+    how = {"task": "pretraining", "teacher": ["none"], "data": data}
+    with pytest.raises(InputError, match="`RobertaForMaskedLM` has no head that") as refused:
+        train(small("roberta", tmp_path), tmp_path / "out", **how)
+    assert "`masked-lm`" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("objectives", [{}, {"hidden": 1.0}])
+def test_the_teacher_reads_what_is_validated_where_a_loss_does(
+    objectives: dict[str, float], tmp_path: Path
+) -> None:
+    how = {"task": "masked-lm", "data": texts(tmp_path), "objectives": objectives}
+    losses = losses_of(small("roberta", tmp_path), **how)
+    reading = patch.object(TeacherOutputs, "of_inputs", side_effect=KeyError)
+    with reading, pytest.raises(KeyError) if objectives else nullcontext():
+        assert losses.validate(8) > 0
 
 
 def test_a_new_head_is_trained_whatever_else_is(tmp_path: Path) -> None:

@@ -37,10 +37,11 @@ from tcompress.compression.table import Compressed, Row, usage_of, write_records
 from tcompress.compression.working import DENSE, Job, Say, Work, file_of, perform
 from tcompress.data.inputs import inputs_of
 from tcompress.data.tables import check_data
-from tcompress.errors import InputError, Problems, counted
+from tcompress.errors import DataError, InputError, Problems, counted
 from tcompress.evaluation.measuring import check_measurement
 from tcompress.fields import RuntimeName
 from tcompress.hf.opening import multiplies_bfloat16
+from tcompress.models import SourceModel
 from tcompress.models.names import carry_files, encodes_sentences, name_of
 from tcompress.options import Finetune
 from tcompress.options.compress_options import Compress
@@ -93,7 +94,7 @@ def compress(
         source = open_checked(name_of(model), token, trust_remote_code, converted=False)
         check_apart(output, source.origin or source.folder, "the model's own folder")
         if settings.task is not None:
-            check_measurement(measurement(settings, Effort()), source, heads=True)
+            _check_test_data(settings, source)
         check_size(source, settings)
         facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
         data = [*map(stamp_of, (*settings.data, *settings.test_data))]
@@ -131,6 +132,18 @@ def _check(output: Path, settings: Compress, force: bool) -> None:
         with problems.collected():
             require("onnx")
     problems.report()
+
+
+def _check_test_data(settings: Compress, source: SourceModel) -> None:
+    """Refuse data that quality cannot be measured on."""
+    try:
+        check_measurement(measurement(settings, Effort()), source, heads=True, labelled=True)
+    except DataError as error:
+        if not any(option in (error.hint or "") for option in ("--columns", "--baseline")):
+            raise
+        hint = "`compress` has no `--columns`: give `--test-data` whose columns have the names in "
+        hint += "docs/healing.md#data-files, or leave it and `--task` out"
+        raise DataError(error.message, hint) from error
 
 
 def _effort(work: Work) -> Effort:

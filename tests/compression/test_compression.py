@@ -18,13 +18,13 @@ from tcompress.artifact.workplace import partial_folder
 from tcompress.compression import baselines, cutting, stages, working
 from tcompress.compression.table import Row, usage_of
 from tcompress.compression.working import DENSE, Work
-from tcompress.errors import InputError
+from tcompress.errors import DataError, InputError
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
 from tcompress.progress import Silent
 from tests.support.cli import completed, run
 from tests.support.converted import converted
-from tests.support.evaluation import encoder, pairs_file
+from tests.support.evaluation import classifier, encoder, pairs_file, rows_file
 from tests.support.model_folders import model_folder, sentences, text_file
 from tests.support.sentence_folders import base, in_old_layout
 from tests.support.tiny import build
@@ -127,6 +127,16 @@ def test_a_size_out_of_reach_is_refused_before_any_work(more: tuple[str, ...], p
     assert "allow more bytes" in done.err
     assert "`--vocab data`" in done.err
     assert "Measuring" not in done.err
+    assert not partial_folder(place / "small").exists()
+
+
+def test_data_without_labels_is_refused_before_any_work(place: Path) -> None:
+    classifier(place / "headed")
+    rows_file(place / "rows.jsonl", text=sentences(10), verdict=[0, 1] * 5)
+    options = {"task": "classification", "test_data": ["rows.jsonl"], "runtime": "torch"}
+    with pytest.raises(DataError, match=r"a column for `label`.* `verdict`") as caught:
+        stages.compress("headed", "small", read(Compress, options))
+    assert "docs/healing.md#data-files" in str(caught.value.hint)
     assert not partial_folder(place / "small").exists()
 
 

@@ -16,6 +16,7 @@ from tcompress.artifact.manifest import Speed, manifest_of_dense, read_manifest,
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import partial_folder
 from tcompress.compression import baselines, cutting, stages, working
+from tcompress.compression.forecast import forecast
 from tcompress.compression.table import Row, usage_of
 from tcompress.compression.working import DENSE, Work
 from tcompress.errors import DataError, InputError
@@ -138,6 +139,26 @@ def test_data_without_labels_is_refused_before_any_work(place: Path) -> None:
         stages.compress("headed", "small", read(Compress, options))
     assert "docs/healing.md#data-files" in str(caught.value.hint)
     assert not partial_folder(place / "small").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_what_healing_reads_is_looked_at_first(more: tuple[str, ...], place: Path) -> None:
+    size = (model_folder("vit", place / "vit") / "model.safetensors").stat().st_size
+    typed = ("compress", "vit", "--runtime", "torch", "-o", "small", *more, "--size")
+    done = run(*typed, f"{int(0.8 * size)}B")
+    assert done.code == 2
+    assert "no built-in pictures to train on" in done.err
+    assert not partial_folder(place / "small").exists()
+    if more:
+        assert "3. heal nothing\n" in run(*typed, f"{size}B").out  # nothing is cut
+
+
+def test_what_cannot_be_trained_stays_as_it_was_converted(place: Path) -> None:
+    work = _work(model_folder("whisper", place / "whisper"), runtime="torch")
+    folder, words = stages._healed(work, place / "narrowed")
+    assert folder == place / "narrowed"
+    assert "takes sound, which cannot be trained on yet" in words
+    assert "heal nothing: " in forecast(work.source, work.settings).stages[2]
 
 
 def test_paths_are_looked_at_first(place: Path) -> None:

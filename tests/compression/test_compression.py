@@ -1,6 +1,7 @@
 """One command from a dense model to a folder that ships."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,6 +273,22 @@ def test_layers_of_two_bytes_a_number_count_so(
         baselines._fewer_layers(_work(place / model), Row(DENSE, "torch", 1, 1.0))
     (*_, whole), (*_, half) = (call.args for call in reach.call_args_list)
     assert whole == 2 * half
+
+
+def test_a_row_is_of_the_folder_that_was_measured(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, notes = _work(place / "bert", runtime="torch"), list[dict[str, Any]]()
+    kept: Any = SimpleNamespace(
+        folder=place, notes=lambda kind: notes, note=lambda kind, **note: notes.append(note)
+    )
+    monkeypatch.setattr(Work, "speed", Mock(side_effect=(2.0, 3.0)))
+    monkeypatch.setattr(Work, "bytes_read", Mock(return_value=1))
+    monkeypatch.setattr(Work, "timed", lambda self, stage: nullcontext())
+    work = replace(work, place=kept)
+    folders = ("converted-0", "healed", "converted-0", "healed")
+    rows = [baselines.row_of(work, "this model", place / name, "torch") for name in folders]
+    assert [row.speedup for row in rows] == [2.0, 3.0, 2.0, 3.0]
 
 
 def test_stages_of_a_run_that_was_stopped_are_not_blamed() -> None:

@@ -326,7 +326,7 @@ def is_made(
     manifest = _manifest(folder)
     if manifest is None:
         return False
-    trained = [run.settings for run in manifest.training[-max(1, len(runs)) :]]
+    trained = [run.settings for run in manifest.training]
     return (
         # A trained model is no conversion.
         trained == [run.model_dump(mode="json", exclude_defaults=True) for run in runs]

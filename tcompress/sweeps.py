@@ -36,7 +36,7 @@ from tcompress.errors import (
     listed,
 )
 from tcompress.evaluation.measuring import evaluate
-from tcompress.evaluation.scores import Baseline, Threshold
+from tcompress.evaluation.scores import Baseline
 from tcompress.files import check_page, remove, write_text
 from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
@@ -355,8 +355,6 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.report is not None:
         check_page(Path(recipe.report).expanduser())
     for item in recipe.evaluate:
-        if item.threshold is not None:
-            Threshold.parse(item.threshold)
         if len(item.runtime) > 1:
             text = f"a sweep measures in one runtime, and `runtime` names {listed(item.runtime)}"
             raise RecipeError(text, "leave one; `tcompress evaluate` takes several")

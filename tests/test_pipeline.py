@@ -56,6 +56,10 @@ def test_a_whole_recipe_and_the_same_again() -> None:
     forced = _run("--force")
     assert forced.lines[-2:] == ["Wrote `made`.", "Report: `made.html`."]
     assert Path("made/model.safetensors").stat().st_mtime_ns > before
+    manifest = read_manifest(Path("made"))
+    manifest.training *= 2  # as where a recipe had `pretrain`
+    write_manifest(Path("made"), manifest)
+    assert "made` is not empty" in _run().err
 
 
 def _add_a_row() -> None:

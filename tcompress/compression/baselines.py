@@ -58,7 +58,7 @@ def _static(work: Work) -> list[Row]:
     """Measure a table of token vectors, where the goal is that far from the dense model."""
     if not static_row.is_shown(work.source, work.settings):
         return []
-    if (row := _kept(work, static_row.TABLE, "torch")) is not None:
+    if (row := _kept(work, static_row.TABLE, "torch", work.original)) is not None:
         return [row]
     with work.timed(f"Measuring a {static_row.TABLE}"):
         texts = static_row.texts_of(work)
@@ -70,7 +70,7 @@ def _static(work: Work) -> list[Row]:
             row = _with_quality(work, row, work.original, model)
         else:
             row = replace(row, agreement=static_row.agreement(work, texts, model))
-    work.place.note("row", row=asdict(row))
+    work.place.note("row", row=asdict(row), folder=work.original.name)
     return [row]
 
 
@@ -103,7 +103,7 @@ def _fewer_layers(work: Work, dense: Row) -> list[Row]:
 
 def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
     """Measure a model once; what was measured before an interruption is read."""
-    if (row := _kept(work, name, runtime)) is not None:
+    if (row := _kept(work, name, runtime, folder)) is not None:
         return row
     with work.timed(f"Measuring {name} in {runtime}"):
         dense = (name, runtime) == (DENSE, "torch")
@@ -112,13 +112,15 @@ def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
         row = Row(name, runtime, size, speed)
         if work.settings.task is not None:
             row = _with_quality(work, row, folder)
-    work.place.note("row", row=asdict(row))
+    work.place.note("row", row=asdict(row), folder=folder.name)
     return row
 
 
-def _kept(work: Work, name: str, runtime: RuntimeName) -> Row | None:
-    """Read what was measured before an interruption."""
-    rows = (TypeAdapter(Row).validate_python(note["row"]) for note in work.place.notes("row"))
+def _kept(work: Work, name: str, runtime: RuntimeName, folder: Path) -> Row | None:
+    """Read what was measured of a folder before an interruption."""
+    # Healing may have had no time before, and has some now: another folder is what ships.
+    notes = (note for note in work.place.notes("row") if note.get("folder") == folder.name)
+    rows = (TypeAdapter(Row).validate_python(note["row"]) for note in notes)
     return next((row for row in rows if (row.name, row.runtime) == (name, runtime)), None)
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from tcompress.compression.effort import Needs
 from tcompress.compression.static_row import TABLE, is_shown
 from tcompress.data.inputs import inputs_of
-from tcompress.errors import PlanError
+from tcompress.errors import DataError, PlanError
 from tcompress.fields import RuntimeName
 from tcompress.models import SourceModel
+from tcompress.options import Finetune
 from tcompress.options.choose import conversion
 from tcompress.options.compress_options import Compress
 from tcompress.options.method_options import NARROWING
+from tcompress.options.read import read
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import roles_of
+from tcompress.training.encoded_examples import ExampleEncoder
+from tcompress.training.setup import check_run
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,35 @@ def check_size(source: SourceModel, settings: Compress) -> None:
         raise PlanError(text, smaller_ways(source, settings)) from error
 
 
+def healing(settings: Compress, **more: Any) -> Finetune:
+    """Give the options of healing."""
+    data = {"data": {"source": list(settings.data)}} if settings.data else {}
+    return read(Finetune, {"seed": settings.seed, **data, **more})
+
+
+def why_unhealed(source: SourceModel) -> str | None:
+    """Say why a model cannot be healed, whatever the data."""
+    options = Finetune()
+    try:
+        ExampleEncoder.of(source, None, options.seed, options.data.max_length)
+    except DataError as error:
+        return error.message
+    return None
+
+
+def check_healing(source: SourceModel, settings: Compress) -> None:
+    """Refuse, before any work, data that a model cannot be healed on, if it has to be."""
+    if not _cuts_nothing(source, settings) and why_unhealed(source) is None:
+        check_run(source, [source], healing(settings))
+
+
+def _cuts_nothing(source: SourceModel, settings: Compress) -> bool:
+    """Tell whether the dense file is small enough, where nothing else is asked for."""
+    cuts = settings.speedup is not None or settings.vocab is not None
+    most, runtime = settings.most_bytes, settings.runtime or "onnx-int8"
+    return not cuts and most is not None and bytes_of_weights(source, runtime) <= most
+
+
 def reason_of(error: PlanError) -> str:
     """Give what is possible, without the option of a conversion that asked for more."""
     return re.sub(r"^.* is out of reach( at [^:]*)?: ", "", error.message)
@@ -97,9 +131,14 @@ def forecast(source: SourceModel, settings: Compress) -> Forecast:
     if settings.max_loss or not goal:
         goal = [f"as far as {settings.max_loss or 0.01:.2%} of agreement allows"]
     check_size(source, settings)
-    cuts = settings.speedup is not None or settings.vocab is not None
-    if not cuts and settings.most_bytes is not None and as_it_is <= settings.most_bytes:
+    check_healing(source, settings)
+    heal = f"heal on {', '.join(settings.data) or 'text that ships'} in what is left of "
+    heal += f"{settings.most_minutes:g} minutes"
+    if (why := why_unhealed(source)) is not None:
+        heal = f"heal nothing: {why}"
+    if _cuts_nothing(source, settings):
         wide, goal = "cut nothing", ["the dense file is small enough"]
+        heal = "heal nothing"
     export = "" if runtime == "torch" else "export and time the dense model; "
     rows = "the dense model and fewer layers"
     if is_shown(source, settings):
@@ -107,8 +146,7 @@ def forecast(source: SourceModel, settings: Compress) -> Forecast:
     stages = (
         f"{export}{as_it_is / 1e6:.1f} MB in {runtime}, {dense / 1e6:.1f} MB as it is",
         f"{wide}: {' and '.join(goal)}; measured, and repeated up to twice where it misses",
-        f"heal on {', '.join(settings.data) or 'text that ships'} in what is left of "
-        f"{settings.most_minutes:g} minutes",
+        heal,
         f"measure {settings.task or 'size and speed'} of it, {rows}",
     )
     unknown = "what is lost, and how fast the result is: both are measured on the way"

@@ -32,19 +32,18 @@ from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.baselines import SHIPPED, baselines, measurement, row_of
 from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
 from tcompress.compression.effort import Effort, Needs, minutes_text
-from tcompress.compression.forecast import check_size
+from tcompress.compression.forecast import check_healing, check_size, healing, why_unhealed
 from tcompress.compression.table import Compressed, Row, usage_of, write_records
 from tcompress.compression.working import DENSE, Job, Say, Work, file_of, perform
 from tcompress.data.inputs import inputs_of
 from tcompress.data.tables import check_data
-from tcompress.errors import InputError, Problems, counted
+from tcompress.errors import DataError, InputError, Problems, counted
 from tcompress.evaluation.measuring import check_measurement
 from tcompress.fields import RuntimeName
 from tcompress.hf.opening import multiplies_bfloat16
+from tcompress.models import SourceModel
 from tcompress.models.names import carry_files, encodes_sentences, name_of
-from tcompress.options import Finetune
 from tcompress.options.compress_options import Compress
-from tcompress.options.read import read
 from tcompress.processes import Crew
 from tcompress.progress import Progress, Silent
 from tcompress.runtimes.installed import require
@@ -93,8 +92,9 @@ def compress(
         source = open_checked(name_of(model), token, trust_remote_code, converted=False)
         check_apart(output, source.origin or source.folder, "the model's own folder")
         if settings.task is not None:
-            check_measurement(measurement(settings, Effort()), source, heads=True)
+            _check_test_data(settings, source)
         check_size(source, settings)
+        check_healing(source, settings)
         facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
         data = [*map(stamp_of, (*settings.data, *settings.test_data))]
         identity = identity_of({**facts, "weights": source.store.fingerprint(), "data": data})
@@ -131,6 +131,18 @@ def _check(output: Path, settings: Compress, force: bool) -> None:
         with problems.collected():
             require("onnx")
     problems.report()
+
+
+def _check_test_data(settings: Compress, source: SourceModel) -> None:
+    """Refuse data that quality cannot be measured on."""
+    try:
+        check_measurement(measurement(settings, Effort()), source, heads=True, labelled=True)
+    except DataError as error:
+        if not any(option in (error.hint or "") for option in ("--columns", "--baseline")):
+            raise
+        hint = "`compress` has no `--columns`: give `--test-data` whose columns have the names in "
+        hint += "docs/healing.md#data-files, or leave it and `--task` out"
+        raise DataError(error.message, hint) from error
 
 
 def _effort(work: Work) -> Effort:
@@ -170,6 +182,8 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
     folder = work.place.folder / "healed"
     if narrowed == work.original:
         return narrowed, "not needed"
+    if (why := why_unhealed(work.source)) is not None:
+        return narrowed, f"no ({why})"
     if not (folder / "config.json").is_file():
         measured = (f"Measuring {DENSE} in {runtime}" for runtime in {work.runtime, "torch"})
         following = work.seconds_of(f"Exporting {DENSE}", *measured)
@@ -180,14 +194,12 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
             # With so many, healing would have had as long as all that came before it.
             more = math.ceil(2 * max(1.0, work.settings.most_minutes - work.minutes_left))
             return narrowed, f"no (no time was left: `--minutes {more}` leaves some)"
-        options: dict[str, Any] = {"minutes": minutes, "seed": work.settings.seed}
+        options: dict[str, Any] = {"minutes": minutes}
         # Half as many steps again in the same time; of accelerators healing asks itself.
         if not torch.accelerator.is_available() and multiplies_bfloat16():
             options["mixed_precision"] = "bf16"
-        if work.settings.data:
-            options["data"] = {"source": list(work.settings.data)}
         with work.timed("Healing"):
-            work.crew.do(Job(read(Finetune, options), folder, narrowed), last=True)
+            work.crew.do(Job(healing(work.settings, **options), folder, narrowed), last=True)
     manifest = read_manifest(folder)
     runs = manifest.training if manifest else []
     steps = sum(run.steps for run in runs)
@@ -264,7 +276,8 @@ def _quality_name(work: Work) -> str | None:
 
 
 def _notes(work: Work, rows: list[Row]) -> tuple[str, ...]:
-    notes = [] if work.settings.data else [_NO_DATA]
+    ships = not work.settings.data and inputs_of(work.source).text
+    notes = [_NO_DATA] if ships else []
     if work.goal != Goal() and work.effort.other_rows and not any("layers" in r.name for r in rows):
         notes.append("no number of whole layers reaches the goal without other changes")
     return tuple(notes)

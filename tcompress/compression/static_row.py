@@ -12,17 +12,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from math import isnan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from tcompress.artifact.reader import open_checked
+from tcompress.blockwise.output_sampler import rank_correlation
 from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.effort import minutes_text
 from tcompress.compression.table import Row
@@ -120,20 +120,18 @@ def agreement(work: Work, data: CalibrationData, model: nn.Module) -> float | No
     """Rank correlation of a model's similarities and the dense one's on texts held out."""
     sentences = SentenceEncoder.of(work.source)
     dense = load_model(work.source, dtype=torch.float32)
-    one, two = (_similarities(each, sentences, data) for each in (dense, model))
-    ranked = spearmanr(one, two).statistic if len(one) > 2 else np.nan
-    return None if np.isnan(ranked) else float(ranked)
+    one, two = (_embeddings(each, sentences, data) for each in (dense, model))
+    ranked = rank_correlation([*zip(one, two, strict=True)])
+    return None if isnan(ranked) else ranked
 
 
-def _similarities(model: Any, sentences: SentenceEncoder, data: CalibrationData) -> Any:
-    """Cosines of all pairs of texts held out.  # (n (n - 1) / 2,)."""
+def _embeddings(model: Any, sentences: SentenceEncoder, data: CalibrationData) -> list[Tensor]:
+    """Embeddings of texts held out, by batch."""
     batches = [data.batches[index] for index in data.holdout]
     with torch.inference_mode():
         states = [model.base_model(**batch).last_hidden_state.float() for batch in batches]
     pairs = zip(states, batches, strict=True)
-    unit = torch.cat([sentences(hidden, batch["attention_mask"]) for hidden, batch in pairs])
-    above = np.triu_indices(len(unit), 1)
-    return (unit.double() @ unit.double().T).numpy()[above]
+    return [sentences(hidden, batch["attention_mask"]) for hidden, batch in pairs]
 
 
 def speed(work: Work, model: StaticModule) -> float:

@@ -260,7 +260,7 @@ def _without(
         mend = "mend it, or " if reasons else mend
         free = [column for column in kinds if column not in {*occupied, *offers.values()}]
         fits = [column for column in free if _unfit(table, kinds, role, column, needs) == ""]
-        fits = _likely(table, fits) if role == "label" else fits
+        fits = _likely(table, kinds, fits) if role == "label" else fits
         marks = columns_of_marks({name: kinds[name] for name in fits}, table)
         if role == "label" and needs.several and len(marks) > 1:  # one for each class
             fits = ["+".join(marks)]
@@ -314,9 +314,10 @@ def _named_pictures(table: Table, column: str) -> str:
     return "no pictures"
 
 
-def _likely(table: Table, columns: Sequence[str]) -> list[str]:
+def _likely(table: Table, kinds: Mapping[str, str], columns: Sequence[str]) -> list[str]:
     """Put columns with few different values first, and leave those out that number the rows."""
-    counts = {name: len(table.rows.unique(name)) for name in columns}
+    lists = {name: {*map(str, table.rows[name][:])} for name in columns if kinds[name] in LISTS}
+    counts = {name: len(lists.get(name) or table.rows.unique(name)) for name in columns}
     total = len(table.rows)
     several = [name for name in columns if counts[name] < total or total < 3]
     return sorted(several, key=counts.__getitem__)

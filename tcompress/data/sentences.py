@@ -181,16 +181,17 @@ class SentenceEncoder:
         if not isinstance(skipped, int) or skipped:
             steps = torch.arange(mask.shape[1], device=mask.device)
             mask = mask * (steps >= torch.as_tensor(skipped, device=mask.device).reshape(-1, 1))
+        return self._pooled(hidden, mask)[:, : self.dimensions]
+
+    def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:
         vectors = self.pooling(hidden, mask)
         for layer in self.layers:
             vectors = layer(vectors)
-        return vectors[:, : self.dimensions]
+        return vectors
 
     def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Makes embeddings as sentence-transformers returns them, of texts without a prompt."""
-        vectors = self.pooling(hidden, mask)
-        for layer in self.layers:
-            vectors = layer(vectors)
+        vectors = self._pooled(hidden, mask)
         return (unit_length(vectors) if self.normalized else vectors)[:, : self.dimensions]
 
     def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:

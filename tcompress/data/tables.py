@@ -178,6 +178,7 @@ Kind = Literal["text", "image"]
 _MAGIC = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
 _PROBED_ROWS = 200
 _PROBED_CHATS = 20
+_BLOCK = 128  # cells that are read at a time; of pictures more would take memory
 
 
 def columns_of(
@@ -263,12 +264,22 @@ def draw_cells(
 
     `write` makes text of chats.
     """
-    parts = [table.rows.select_columns([name]) for name in columns]
     order = np.random.default_rng(seed).permutation(len(table.rows) * len(columns))
-    places = (divmod(int(index), len(columns)) for index in order)
-    return _distinct(
-        (content(write(parts[at][row][columns[at]]), row + 1) for row, at in places), count
-    )
+    cells = _cells(table, columns, order)
+    return _distinct((content(write(cell), row + 1) for cell, row in cells), count)
+
+
+def _cells(table: Table, columns: Sequence[str], order: Any) -> Iterator[tuple[Any, int]]:
+    """Yield cells with their rows, in an order of all of them; read many at a time."""
+    parts = [table.rows.select_columns([name]) for name in columns]
+    for first in range(0, len(order), _BLOCK):
+        rows, ats = np.divmod(order[first : first + _BLOCK], len(columns))
+        read = [
+            iter(part[rows[ats == at]][name])
+            for at, (part, name) in enumerate(zip(parts, columns, strict=True))
+        ]
+        for row, at in zip(rows.tolist(), ats.tolist(), strict=True):
+            yield next(read[at]), row
 
 
 def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:

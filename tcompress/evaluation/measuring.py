@@ -257,11 +257,16 @@ def _check_baseline(measured: Sequence[Baseline], sets: Mapping[str, Examples]) 
             raise InputError(text, hint)
 
 
-def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:
-    """Read a measurement's data and, with `heads`, check that the model can do the task."""
+def check_measurement(
+    item: Evaluate, source: SourceModel, *, heads: bool, labelled: bool = False
+) -> None:
+    """Read a measurement's data and, with `heads`, check that the model can do the task.
+
+    Where it has to be `labelled`, agreement alone will not do.
+    """
     pick_device(item.device)
     task = TASKS[item.task]
-    sets = _examples(item, task, [source], compares=heads)
+    sets = _examples(item, task, [source], compares=heads and not labelled)
     if heads:
         _common_length(task, sets.values(), [source], item)
 

@@ -1,6 +1,7 @@
 """One command from a dense model to a folder that ships."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +17,16 @@ from tcompress.artifact.manifest import Speed, manifest_of_dense, read_manifest,
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import partial_folder
 from tcompress.compression import baselines, cutting, stages, working
+from tcompress.compression.forecast import forecast
 from tcompress.compression.table import Row, usage_of
 from tcompress.compression.working import DENSE, Work
-from tcompress.errors import InputError
+from tcompress.errors import DataError, InputError
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
 from tcompress.progress import Silent
 from tests.support.cli import completed, run
 from tests.support.converted import converted
-from tests.support.evaluation import encoder, pairs_file
+from tests.support.evaluation import classifier, encoder, pairs_file, rows_file
 from tests.support.model_folders import model_folder, sentences, text_file
 from tests.support.sentence_folders import base, in_old_layout
 from tests.support.tiny import build
@@ -128,6 +130,36 @@ def test_a_size_out_of_reach_is_refused_before_any_work(more: tuple[str, ...], p
     assert "`--vocab data`" in done.err
     assert "Measuring" not in done.err
     assert not partial_folder(place / "small").exists()
+
+
+def test_data_without_labels_is_refused_before_any_work(place: Path) -> None:
+    classifier(place / "headed")
+    rows_file(place / "rows.jsonl", text=sentences(10), verdict=[0, 1] * 5)
+    options = {"task": "classification", "test_data": ["rows.jsonl"], "runtime": "torch"}
+    with pytest.raises(DataError, match=r"a column for `label`.* `verdict`") as caught:
+        stages.compress("headed", "small", read(Compress, options))
+    assert "docs/healing.md#data-files" in str(caught.value.hint)
+    assert not partial_folder(place / "small").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_what_healing_reads_is_looked_at_first(more: tuple[str, ...], place: Path) -> None:
+    size = (model_folder("vit", place / "vit") / "model.safetensors").stat().st_size
+    typed = ("compress", "vit", "--runtime", "torch", "-o", "small", *more, "--size")
+    done = run(*typed, f"{int(0.8 * size)}B")
+    assert done.code == 2
+    assert "no built-in pictures to train on" in done.err
+    assert not partial_folder(place / "small").exists()
+    if more:
+        assert "3. heal nothing\n" in run(*typed, f"{size}B").out  # nothing is cut
+
+
+def test_what_cannot_be_trained_stays_as_it_was_converted(place: Path) -> None:
+    work = _work(model_folder("whisper", place / "whisper"), runtime="torch")
+    folder, words = stages._healed(work, place / "narrowed")
+    assert folder == place / "narrowed"
+    assert "takes sound, which cannot be trained on yet" in words
+    assert "heal nothing: " in forecast(work.source, work.settings).stages[2]
 
 
 def test_paths_are_looked_at_first(place: Path) -> None:
@@ -241,6 +273,22 @@ def test_layers_of_two_bytes_a_number_count_so(
         baselines._fewer_layers(_work(place / model), Row(DENSE, "torch", 1, 1.0))
     (*_, whole), (*_, half) = (call.args for call in reach.call_args_list)
     assert whole == 2 * half
+
+
+def test_a_row_is_of_the_folder_that_was_measured(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, notes = _work(place / "bert", runtime="torch"), list[dict[str, Any]]()
+    kept: Any = SimpleNamespace(
+        folder=place, notes=lambda kind: notes, note=lambda kind, **note: notes.append(note)
+    )
+    monkeypatch.setattr(Work, "speed", Mock(side_effect=(2.0, 3.0)))
+    monkeypatch.setattr(Work, "bytes_read", Mock(return_value=1))
+    monkeypatch.setattr(Work, "timed", lambda self, stage: nullcontext())
+    work = replace(work, place=kept)
+    folders = ("converted-0", "healed", "converted-0", "healed")
+    rows = [baselines.row_of(work, "this model", place / name, "torch") for name in folders]
+    assert [row.speedup for row in rows] == [2.0, 3.0, 2.0, 3.0]
 
 
 def test_stages_of_a_run_that_was_stopped_are_not_blamed() -> None:

@@ -262,11 +262,13 @@ def test_several_labels_are_read_in_every_form(form: str, tmp_path: Path) -> Non
     assert read.labels.several
 
 
-def test_columns_of_marks_are_offered(tmp_path: Path) -> None:
-    path = _several_file(tmp_path, "columns")
-    with pytest.raises(DataError, match="needs a column for `label`") as failed:
-        load_examples(str(path), "train", CLASSES)
-    assert "`--columns label=a+b+c`" in (failed.value.hint or "")
+def test_columns_of_marks_and_of_lists_are_offered(tmp_path: Path) -> None:
+    marks = _several_file(tmp_path, "columns")
+    lists = rows_file(tmp_path / "lists.jsonl", text=sentences(4), tags=[["a"], ["a", "b"]] * 2)
+    for path, columns in ((marks, "a+b+c"), (lists, "tags")):
+        with pytest.raises(DataError, match="needs a column for `label`") as failed:
+            load_examples(str(path), "train", CLASSES)
+        assert f"`--columns label={columns}`" in (failed.value.hint or "")
 
 
 def test_several_labels_are_measured(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
+from tcompress.data import tables
 from tcompress.data.examples import Needs, load_examples
 from tcompress.data.tables import opened
 from tcompress.errors import DataError
@@ -210,3 +212,14 @@ def test_texts_stay_what_they_are(
 ) -> None:
     with opened(_written(tmp_path, name, content), "train") as table:
         assert table.rows["text"][:] == texts
+
+
+@pytest.mark.parametrize("block", [1, 4, 128])
+def test_cells_are_drawn_in_one_order_however_many_are_read_at_a_time(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_BLOCK", block)
+    with opened(_written(tmp_path, "p.parquet", _parquet(a=FIRST, b=SECOND)), "train") as table:
+        drawn = [*tables.draw_cells(table, ["a", "b"], 5, seed=3)]
+    order = np.random.default_rng(3).permutation(6)[:5]
+    assert drawn == [(FIRST, SECOND)[index % 2][index // 2] for index in order]

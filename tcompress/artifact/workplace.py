@@ -81,7 +81,22 @@ def check_place(output: Path) -> None:
 def check_output(output: Path, *, force: bool) -> None:
     """Refuse, before any work, to write where that is impossible, or over something.
 
-    With `force`, a model may be replaced, but nothing else.
+    With `force`, a model may be replaced, but nothing else. Nor is the current folder, or one
+    around it: a new folder takes its name, and whoever works in the old one is nowhere.
+    """
+    check_empty(output, force=force)
+    if Path.cwd().is_relative_to(output.expanduser().resolve()):
+        raise InputError(
+            f"output `{output}` is the current folder, or contains it, and is written as a whole",
+            f"give a folder inside it, such as `-o {output / 'model'}`, or work from another one: "
+            "`cd ..`",
+        )
+
+
+def check_empty(output: Path, *, force: bool = False) -> None:
+    """Refuse, before any work, a folder that holds something, or that cannot be written.
+
+    With `force`, it may hold a model.
     """
     check_place(output)
     folder = partial_folder(output)
@@ -93,7 +108,7 @@ def check_sweep(output: Path, *, force: bool) -> None:
     """Refuse, before any work, to write a sweep where that is impossible, or over something."""
     check_place(output)
     if not (output / SWEEP).is_dir() and not force:
-        check_output(output, force=False)
+        check_empty(output)
 
 
 def check_apart(output: Path, folder: Path, what: str) -> None:

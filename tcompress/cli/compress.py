@@ -13,7 +13,7 @@ from tcompress import processes
 from tcompress.artifact.workplace import check_apart, check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
-from tcompress.models.names import default_output_name, local_folder
+from tcompress.models.names import PAGE, default_output_name, local_folder
 from tcompress.options.commands import Hub, Manner, OneModel, Planned, Written
 from tcompress.options.compress_options import Compress
 from tcompress.runtimes.installed import require
@@ -100,7 +100,7 @@ def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: M
 
 
 def _show(done: Compressed, folder: Path) -> None:
-    from tcompress.compression.table import PAGE, columns
+    from tcompress.compression.table import columns
 
     names = columns(done.rows, done.quality)
     table = terminal.table("model", *names, right=names[1:])
@@ -132,4 +132,5 @@ def _show(done: Compressed, folder: Path) -> None:
     for note in done.notes:
         terminal.tell(f"note: {note}")
     if (folder / PAGE).is_file():
-        terminal.tell(f"Page: `{folder / PAGE}`, which `tcompress report` writes anew.")
+        again = f"tcompress report {terminal.typed(folder)} --html {terminal.typed(folder / PAGE)}"
+        terminal.tell(f"Page: `{folder / PAGE}`, which `{again}` writes anew.")

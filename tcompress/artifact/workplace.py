@@ -298,7 +298,8 @@ class Workplace:
     @property
     def written_bytes(self) -> int:
         """Bytes of tensors that an interrupted run, or this one, has written here."""
-        return sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
+        files = (path for path in self.folder.rglob("*.safetensors") if path.is_file())
+        return sum(path.stat().st_size for path in files)
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -315,7 +316,8 @@ class Workplace:
         self._finished = True
         _check_contents(self.output, force=force)
         for path in self.model.rglob("*"):
-            files.sync(path)
+            if not path.is_symlink():  # of a folder that has them; from here they may lead nowhere
+                files.sync(path)
         files.sync(self.model)
         number, config = files.number_of(self.model), _digest(self.model)
         mark = {"folder": number, "config": config, "identity": self._identity, "result": result}

@@ -138,6 +138,8 @@ def export_onnx(
         _carry(source, place.model, output if inside else None, to)
         files, notes = _write_files(source, place, settings, to, progress)
         _record(source, place.model, files, to)
+        if inside:
+            _lead_out(output, place.model, from_copy=False)
         place.publish(force=force)
     return ExportedOnnx(output, files, notes)
 
@@ -157,6 +159,7 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None, to: ExportForm
             copy_function=second_name,
             symlinks=True,
         )
+        _lead_out(whole, folder, from_copy=True)
         return
     folder.mkdir()
     patterns = ("*.index.json", CARD, MANIFEST)
@@ -166,6 +169,17 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None, to: ExportForm
     carry_files(source.folder, source.auxiliary_files(), folder)
     if not source.trust_remote_code:
         forget_code(folder)
+
+
+def _lead_out(whole: Path, folder: Path, *, from_copy: bool) -> None:
+    """Make links out of a folder work in its copy, which lies deeper; or be as they were."""
+    for path in whole.rglob("*"):
+        copy = folder / path.relative_to(whole)
+        if copy.is_symlink() and path.is_symlink():
+            target = path.resolve()
+            if not target.is_relative_to(whole.resolve()):
+                copy.unlink()
+                copy.symlink_to(target if from_copy else path.readlink())
 
 
 def _write_files(

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -95,7 +95,8 @@ def say(text: str, *, quiet: bool = False) -> None:
 
 def print_json(document: dict[str, Any]) -> None:
     """Prints the one JSON document of a command; `schema` comes first."""
-    text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False)
+    escaped = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=escaped)
     sys.stdout.write(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
@@ -103,6 +104,8 @@ def print_json(document: dict[str, Any]) -> None:
 def outliving_readers() -> Iterator[None]:
     """Go on where nobody reads stdout or stderr any more, as behind `| head`."""
     before = sys.stdout, sys.stderr
+    if isinstance(sys.stdout, TextIOWrapper):  # what it has no character for is no reason to fail
+        sys.stdout.reconfigure(errors="replace")
     # A stream that was closed before the program began is None.
     streams = [stream and _Outliving(stream) for stream in before]
     sys.stdout, sys.stderr = [stream or StringIO() for stream in streams]  # type: ignore[assignment]

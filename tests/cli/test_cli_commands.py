@@ -112,6 +112,24 @@ def test_json_is_safe_to_print(name: str, tmp_path: Path) -> None:
     assert not set(done.out + done.err) & COMMANDS
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_results_are_printed_in_any_encoding(
+    encoding: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables hold middle dots, and names what they like."""
+    folder = Path(shutil.copytree(models / "small", tmp_path / "modèle→"))
+    for flags in ([], ["--json"]):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(folder), *flags])
+        stream.seek(0)
+        assert ended.value.code == 0
+        said = stream.read()
+        assert "gpt2" in said
+    assert json.loads(said)["reports"][0]["name"] == str(folder)
+
+
 # The text and the exit code of every kind of failure
 def test_unexpected_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcompress.cli.inspect.reach", Mock(side_effect=KeyError("lost\nmore")))

@@ -198,14 +198,15 @@ def resumable(
 ) -> Iterator[dict[str, Any]]:
     """Shows work: gives what hears of it, and says after an interruption what became of it.
 
-    With an `output` it names the hidden folders beside it in which work was left.
+    With an `output` it names the hidden folder in which work on it was left, and at the end those
+    of others beside it.
     """
     try:
         with shown_progress(quiet=quiet, overview=overview) as progress:
             yield {"progress": progress, "say": lambda text: say(text, quiet=quiet)}
     except KeyboardInterrupt as error:
         hint = "run the same command again: it goes on where it stopped"
-        if left := _left_beside(output):
+        if left := _left_beside(output, others=False):
             hint += f"; or delete what is kept for that: {left}"
         raise Interrupted(f"interrupted; {what()}", hint) from error
     if left := _left_beside(output):
@@ -213,13 +214,19 @@ def resumable(
         say(f"{text} it.", quiet=quiet)
 
 
-def _left_beside(output: Path | None) -> str:
-    """Names folders of work that was left, with their sizes."""
-    from tcompress.artifact.workplace import unfinished
+def _left_beside(output: Path | None, *, others: bool = True) -> str:
+    """Names folders of work that was left, with their sizes; without `others`, that of `output`."""
+    from tcompress.artifact.workplace import partial_folder, unfinished
     from tcompress.reporting.formatting import bytes_text
 
-    found = {} if output is None else unfinished(output.expanduser())
-    return ", ".join(f"`{relative(path)}` ({bytes_text(size)})" for path, size in found.items())
+    if output is None:
+        return ""
+    mine, sizes = partial_folder(output.expanduser()), unfinished(output.expanduser())
+    return ", ".join(
+        f"`{relative(path)}` ({bytes_text(size)})"
+        for path, size in sizes.items()
+        if others or path == mine
+    )
 
 
 def unwritten(output: Path) -> str:

@@ -30,8 +30,7 @@ def export(call: Exported, files: OnnxFiles, written: Written, hub: Hub, manner:
     inside = output.is_dir() and local.is_dir() and output.samefile(local)
     with first_look() as look:
         look.check(require, to)
-        if to == "openvino":
-            look.check(files.refuse_bits)
+        look.check(files.refuse_bits, to)
         look.models(call.model)
         look.check(check_output, output, force=written.force or inside)
     reach(call.model, token=hub.token)

@@ -108,8 +108,7 @@ def export_onnx(
     """
     settings, progress = settings or OnnxFiles(), progress or Silent()
     require(to)
-    if to == "openvino":
-        settings.refuse_bits()
+    settings.refuse_bits(to)
     output = Path(output).expanduser().absolute()
     source = open_checked(name_of(model), token=token, trust=trust_remote_code)
     origin = source.origin or source.folder

@@ -179,6 +179,10 @@ REFUSED: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
         lambda out: [out, "--int8", "--bits", "4"],
         ["`--int8`, `--bits` can only be given for ONNX files", "add `--to onnx`"],
     ),
+    "bits of embeddings in no file": (
+        lambda out: [out, "--to", "onnx", "--bits", "4", "--embedding-bits", "4"],
+        ["`--embedding-bits 4` is of the file with 8 bits, and none is asked", "add `--int8`"],
+    ),
     "other bits": (
         lambda out: [out, "--to", "onnx", "--bits", "3"],
         ["`--bits` is `3`, allowed is one of `8`, `4`"],

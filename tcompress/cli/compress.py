@@ -39,8 +39,8 @@ def compress(
     manner: Manner,
 ) -> None:
     """Does what `tcompress compress` says."""
-    folder = Path(written.output or default_output_name(one.model, "small"))
-    output, local = folder.expanduser().absolute(), local_folder(one.model)
+    folder = Path(written.output or default_output_name(one.model, "small")).expanduser()
+    output, local = folder.absolute(), local_folder(one.model)
     with first_look() as look:
         if local is not None:
             look.check(check_apart, output, local, "the model's own folder")

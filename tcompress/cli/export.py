@@ -22,11 +22,11 @@ EXAMPLES = (
 def export(call: Exported, files: OnnxFiles, written: Written, hub: Hub, manner: Manner) -> None:
     """Does what `tcompress export` says."""
     model, to = Path(call.model), call.to
-    folder = Path(written.output or f"{model.name or model.resolve().name}-{to}")
+    folder = Path(written.output or f"{model.name or model.resolve().name}-{to}").expanduser()
     if to == "dense":
         _to_dense(model, folder, files, written, manner)
         return
-    output, local = folder.expanduser().absolute(), model.expanduser()
+    output, local = folder.absolute(), model.expanduser()
     inside = output.is_dir() and local.is_dir() and output.samefile(local)
     with first_look() as look:
         look.check(require, to)
@@ -64,7 +64,7 @@ def _to_dense(
 ) -> None:
     with first_look() as look:
         look.check(_refuse_options, files)
-        look.check(check_output, folder.expanduser().absolute(), force=written.force)
+        look.check(check_output, folder.absolute(), force=written.force)
         look.check(check_converted, model.expanduser())
     from tcompress.exports.dense import export_dense
     from tcompress.models.names import read_config, stands_alone

@@ -49,8 +49,8 @@ def finetune(
     """Does what `tcompress finetune` says."""
     begun = time.perf_counter()
     settings = settings_of(said, call.recipe)
-    folder = Path(written.output) if written.output else default_output(one.model, settings)
-    output, local = folder.expanduser().absolute(), local_folder(one.model)
+    folder = Path(written.output or default_output(one.model, settings)).expanduser()
+    output, local = folder.absolute(), local_folder(one.model)
     with first_look() as look:
         if local is not None:
             look.check(check_apart, output, local, "the model's own folder")

@@ -221,7 +221,7 @@ def _left_beside(output: Path | None, *, others: bool = True) -> str:
 
     if output is None:
         return ""
-    mine, sizes = partial_folder(output.expanduser()), unfinished(output.expanduser())
+    mine, sizes = partial_folder(output), unfinished(output)
     return ", ".join(
         f"`{relative(path)}` ({bytes_text(size)})"
         for path, size in sizes.items()

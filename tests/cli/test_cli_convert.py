@@ -251,6 +251,19 @@ def test_run_takes_another_model_and_output(model: Path) -> None:
     assert done.document["output"] == str(Path("elsewhere").absolute())
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["convert {0} --p 2 --calib none", "run my.yaml", "sweep {0} --methods svd --calib none"],
+)
+def test_the_path_of_a_home_is_said_in_full(
+    command: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    Path("my.yaml").write_text(RECIPE.replace("MODEL", str(model)))
+    done = run(*command.format(model).split(), "--output=~/out", "--dry-run", "--json")
+    assert done.document["output"] == "/home/me/out"
+
+
 @pytest.mark.often("2-130")
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_conversion_goes_on(

@@ -10,6 +10,7 @@ from tcompress.artifact.workplace import check_output
 from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, say, shown_progress, tell
 from tcompress.errors import InputError
+from tcompress.models.names import default_output_name
 from tcompress.options.commands import Exported, Hub, Manner, OnnxFiles, Written
 from tcompress.runtimes.installed import require
 
@@ -22,7 +23,7 @@ EXAMPLES = (
 def export(call: Exported, files: OnnxFiles, written: Written, hub: Hub, manner: Manner) -> None:
     """Does what `tcompress export` says."""
     model, to = Path(call.model), call.to
-    folder = Path(written.output or f"{model.name or model.resolve().name}-{to}").expanduser()
+    folder = Path(written.output or default_output_name(call.model, to)).expanduser()
     if to == "dense":
         _to_dense(model, folder, files, written, manner)
         return

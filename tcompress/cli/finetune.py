@@ -95,6 +95,8 @@ def default_output(model: str, settings: Finetune) -> Path:
     """Names the folder to write, such as `bert-base-lprod-p4-healed`."""
     name = default_output_name(model, settings.task or "healed")
     folder = local_folder(model)
+    if folder is not None and folder.name in ("", ".."):  # beside it, not inside
+        folder = folder.resolve()
     return Path(name) if folder is None else folder.parent / name
 
 

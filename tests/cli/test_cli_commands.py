@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -64,6 +64,9 @@ def test_export(models: Path, tmp_path: Path) -> None:
     assert "import tcompress" not in (target / "README.md").read_text()
     done = run("export", small, "-o", target, "--quiet", "--force", "--json")
     assert done.document == {"schema": 1, "output": str(target), "format": "dense"}
+    (inside := Path(shutil.copytree(small, tmp_path / "mine")) / "sub").mkdir()
+    with chdir(inside):
+        assert run("export", "..", "--json").document["output"] == str(inside / "mine-dense")
 
 
 def test_recipes_show_copy_validate() -> None:

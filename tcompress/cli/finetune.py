@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcompress.artifact.workplace import check_apart, check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
 from tcompress.errors import RecipeError, listed
@@ -50,12 +49,8 @@ def finetune(
     begun = time.perf_counter()
     settings = settings_of(said, call.recipe)
     folder = Path(written.output or default_output(one.model, settings)).expanduser()
-    output, local = folder.absolute(), local_folder(one.model)
     with first_look() as look:
-        if local is not None:
-            look.check(check_apart, output, local, "the model's own folder")
-        if not look.found:  # nor has it anything to say of such a folder
-            look.check(check_output, output, force=written.force)
+        look.output(folder.absolute(), one.model, force=written.force)
         look.data([*settings.data.source, *filter(None, [settings.data.validation])])
         look.models(one.model)
         look.teacher(settings)

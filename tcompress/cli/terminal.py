@@ -229,11 +229,11 @@ def _left_beside(output: Path | None, *, others: bool = True) -> str:
     )
 
 
-def unwritten(output: Path) -> str:
-    """Says what became of training that was interrupted."""
+def unwritten(output: Path, kept: str = "the training so far is kept") -> str:
+    """Says what became of a run that was interrupted."""
     if (output / "config.json").is_file():
         return f"`{output}` is written, but what comes after it is not finished"
-    return f"`{output}` was not written, but the training so far is kept"
+    return f"`{output}` was not written, but {kept}"
 
 
 @dataclass(frozen=True)

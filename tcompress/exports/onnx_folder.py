@@ -86,26 +86,7 @@ def export_onnx(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ExportedOnnx:
-    """Writes a model's folder with files for another runtime in it, each compared with PyTorch.
-
-    Args:
-        model: A converted or dense model: folder, short name or hub id.
-        output: Folder to write; it appears only when everything is finished. That of the model
-            itself gets the files too.
-        settings: Which files.
-        to: Files for ONNX Runtime, or for OpenVINO, whose weights are in float32.
-        force: Replace a folder that is not empty.
-        token: Access token for the hub.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        progress: Hears how far it is.
-
-    Returns:
-        The written folder, and what was measured of each file.
-
-    Raises:
-        InputError: Something given cannot be used, or the model cannot be exported.
-        WriteError: A file computes something else than the model in PyTorch.
-    """
+    """Do what `api.export_onnx` says, with settings in place of options."""
     settings, progress = settings or OnnxFiles(), progress or Silent()
     require(to)
     settings.refuse_bits(to)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tcompress.artifact.manifest import Manifest, read_manifest
-from tcompress.artifact.workplace import check_output
+from tcompress.artifact.workplace import check_empty
 from tcompress.compression import compress
 from tcompress.conversion.converter import convert
 from tcompress.data.generated_text import written_texts
@@ -125,7 +125,7 @@ def run_demo(data: DemoData, output: Path, progress: Progress | None = None) -> 
 
     The first of the held-out texts calibrate and heal, the others measure.
     """
-    check_output(output, force=False)
+    check_empty(output)
     output.mkdir(parents=True, exist_ok=True)
     # In a model of this size several threads wait for each other more than they compute.
     with threads(1):

@@ -94,6 +94,14 @@ def test_a_changed_artefact_is_read_in_full(tmp_path: Path) -> None:
     assert "hold different plans" in done.err
 
 
+def test_a_damaged_manifest_of_a_plain_model_is_named(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path)
+    (tmp_path / "tcompress.json").write_text("{")
+    done = run("inspect", tmp_path)
+    assert done.code == 2
+    assert "tcompress.json` is damaged: Expecting property name" in done.err
+
+
 @pytest.mark.parametrize("given", ["", "config.json"])
 def test_a_model_without_weights(given: str, tmp_path: Path) -> None:
     folder = config_folder("bert", tmp_path / "bare")

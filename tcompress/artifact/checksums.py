@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tcompress.errors import ArtifactError, parse_json, read_settings
+from tcompress.errors import ArtifactError, first_line, parse_json, read_settings
 from tcompress.models.names import FORMAT_VERSION, MANIFEST
 from tcompress.project import UPDATE
 
@@ -99,27 +99,35 @@ def check_format_version(version: Any) -> None:
         )
 
 
+def damaged(folder: Path, how: str) -> ArtifactError:
+    """Says that a manifest cannot be used."""
+    text = f"`{folder / MANIFEST}` is damaged: {how}"
+    return ArtifactError(text, "convert the model again, or restore the file")
+
+
 def read_sealed(folder: Path) -> dict[str, Any] | None:
     """Reads the manifest as plain data; None if there is none.
 
-    A newer format is an `ArtifactError`, any other damage a `ValueError` that says how.
+    A newer format, and any damage, is an `ArtifactError`.
     """
     path = folder / MANIFEST
     if not path.is_file():
         return None
     try:
         content = path.read_bytes()
+        raw = parse_json(content, strict=True)
     except OSError as error:
-        raise ValueError(error.strerror or type(error).__name__) from error
-    raw = parse_json(content, strict=True)
+        raise damaged(folder, error.strerror or type(error).__name__) from error
+    except ValueError as error:
+        raise damaged(folder, first_line(error)) from error
     if not isinstance(raw, dict):
-        raise ValueError(f"it holds a {type(raw).__name__}, expected an object")
+        raise damaged(folder, f"it holds a {type(raw).__name__}, expected an object")
     check_format_version(raw.get("format_version"))
     digest = raw.get("digest")
     if digest is not None:
         blank = content.replace(str(digest).encode(), ZEROS.encode(), 1)
         if hashlib.sha256(blank).hexdigest() != digest:
-            raise ValueError("it was changed since it was written (its digest differs)")
+            raise damaged(folder, "it was changed since it was written (its digest differs)")
     return raw
 
 

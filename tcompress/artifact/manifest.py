@@ -15,9 +15,8 @@ import yaml
 from pydantic import BaseModel, Field
 
 import tcompress
-from tcompress.artifact.checksums import ZEROS, read_sealed
+from tcompress.artifact.checksums import ZEROS, damaged, read_sealed
 from tcompress.artifact.format import Rebuilt, first_problem
-from tcompress.errors import ArtifactError
 from tcompress.fields import RuntimeName
 from tcompress.files import write_text
 from tcompress.models.names import CARD, MANIFEST, encodes_sentences
@@ -330,14 +329,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Reads the manifest of a model; None if it was saved again, or by something else."""
+    raw = read_sealed(folder)
     try:
-        raw = read_sealed(folder)
         return None if raw is None else Manifest.model_validate(raw)
-    except ArtifactError:
-        raise
     except ValueError as error:
-        text = f"`{folder / MANIFEST}` is damaged: {first_problem(error)}"
-        raise ArtifactError(text, "convert the model again, or restore the file") from error
+        raise damaged(folder, first_problem(error)) from error
 
 
 def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], key: Key) -> bool:

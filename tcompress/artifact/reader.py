@@ -19,7 +19,7 @@ from tcompress.artifact.format import parse_plan, verify_shapes
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.errors import ArtifactError, InputError, Problems, after_colon
 from tcompress.models import SourceModel, resolve
-from tcompress.models.names import CARD, MANIFEST, own_section
+from tcompress.models.names import MANIFEST, REWRITTEN, own_section
 from tcompress.models.store import WeightStore
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Storage
 
@@ -104,7 +104,7 @@ def verify_files(folder: Path) -> Verified:
         )
     _compare(folder, manifest, card=True)
     names = [*manifest.checksums, *([MANIFEST] if manifest.digest else [])]
-    names = [name for name in names if name != CARD or (folder / name).is_file()]
+    names = [name for name in names if name not in REWRITTEN or (folder / name).is_file()]
     size = sum((folder / name).stat().st_size for name in names)
     others = [name for name in files_in(folder) if name not in manifest.checksums]
     return Verified(len(names), size, tuple(others))
@@ -161,11 +161,11 @@ def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifac
 def _damages(folder: Path, manifest: Manifest, weights: list[str], card: bool) -> list[str]:
     """List files that are missing, unknown or not as the manifest says; older ones have no sizes.
 
-    The card, which people rewrite and downloads leave out, is compared only with `card`, and where
-    there is one; files of `weights` must have a checksum.
+    Card and page, which people rewrite and downloads leave out, are compared only with `card`, and
+    where they are there; files of `weights` must have a checksum.
     """
     checksums, sizes = manifest.checksums, manifest.sizes
-    names = [name for name in checksums if name != CARD or (card and (folder / CARD).exists())]
+    names = [n for n in checksums if n not in REWRITTEN or (card and (folder / n).exists())]
     damages = (_damage(folder, name, checksums[name], sizes.get(name)) for name in names)
     unknown = [f"`{name}` is not in `{MANIFEST}`" for name in weights if name not in checksums]
     return unknown + [damage for damage in damages if damage is not None]

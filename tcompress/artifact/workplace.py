@@ -81,7 +81,22 @@ def check_place(output: Path) -> None:
 def check_output(output: Path, *, force: bool) -> None:
     """Refuse, before any work, to write where that is impossible, or over something.
 
-    With `force`, a model may be replaced, but nothing else.
+    With `force`, a model may be replaced, but nothing else. Nor is the current folder, or one
+    around it: a new folder takes its name, and whoever works in the old one is nowhere.
+    """
+    check_empty(output, force=force)
+    if Path.cwd().is_relative_to(output.expanduser().resolve()):
+        raise InputError(
+            f"output `{output}` is the current folder, or contains it, and is written as a whole",
+            f"give a folder inside it, such as `-o {output / 'model'}`, or work from another one: "
+            "`cd ..`",
+        )
+
+
+def check_empty(output: Path, *, force: bool = False) -> None:
+    """Refuse, before any work, a folder that holds something, or that cannot be written.
+
+    With `force`, it may hold a model.
     """
     check_place(output)
     folder = partial_folder(output)
@@ -93,7 +108,7 @@ def check_sweep(output: Path, *, force: bool) -> None:
     """Refuse, before any work, to write a sweep where that is impossible, or over something."""
     check_place(output)
     if not (output / SWEEP).is_dir() and not force:
-        check_output(output, force=False)
+        check_empty(output)
 
 
 def check_apart(output: Path, folder: Path, what: str) -> None:
@@ -283,7 +298,8 @@ class Workplace:
     @property
     def written_bytes(self) -> int:
         """Bytes of tensors that an interrupted run, or this one, has written here."""
-        return sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
+        files = (path for path in self.folder.rglob("*.safetensors") if path.is_file())
+        return sum(path.stat().st_size for path in files)
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -300,7 +316,8 @@ class Workplace:
         self._finished = True
         _check_contents(self.output, force=force)
         for path in self.model.rglob("*"):
-            files.sync(path)
+            if not path.is_symlink():  # of a folder that has them; from here they may lead nowhere
+                files.sync(path)
         files.sync(self.model)
         number, config = files.number_of(self.model), _digest(self.model)
         mark = {"folder": number, "config": config, "identity": self._identity, "result": result}

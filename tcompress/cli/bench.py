@@ -47,4 +47,4 @@ def bench(call: Timed, wanted: BenchOptions, trust: Trust, manner: Manner) -> No
         if item.saved:
             tell(f"Kept in `{item.model}/tcompress.json`.")
         elif call.save:
-            tell(f"Not kept: `{item.model}` is no folder with a `tcompress.json`.")
+            tell(f"Not kept: `{item.model}` is no folder with a `tcompress.json` to write to.")

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tcompress import processes
-from tcompress.artifact.workplace import check_apart, check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
-from tcompress.models.names import default_output_name, local_folder
+from tcompress.models.names import PAGE, default_output_name
 from tcompress.options.commands import Hub, Manner, OneModel, Planned, Written
 from tcompress.options.compress_options import Compress
 from tcompress.runtimes.installed import require
@@ -39,13 +38,9 @@ def compress(
     manner: Manner,
 ) -> None:
     """Does what `tcompress compress` says."""
-    folder = Path(written.output or default_output_name(one.model, "small"))
-    output, local = folder.expanduser().absolute(), local_folder(one.model)
+    folder = Path(written.output or default_output_name(one.model, "small")).expanduser()
     with first_look() as look:
-        if local is not None:
-            look.check(check_apart, output, local, "the model's own folder")
-        if not look.found:  # nor has it anything to say of such a folder
-            look.check(check_output, output, force=written.force)
+        look.output(folder.absolute(), one.model, force=written.force)
         if goal.runtime != "torch":
             look.check(require, "onnx")
         look.models(one.model)
@@ -58,7 +53,7 @@ def compress(
     from tcompress.compression import follow
     from tcompress.hf.opening import pick_device
 
-    what = partial(_unwritten, folder)
+    what = partial(terminal.unwritten, folder, "stages that were finished are kept")
     quiet, device = manner.quiet, pick_device("auto")
     access: dict[str, Any] = {"token": hub.token, "trust_remote_code": hub.allow_remote_code}
     terminals = terminal.resumable(what, quiet=quiet, output=folder, overview=True)
@@ -73,13 +68,6 @@ def compress(
         _show(done, folder)
     if done.missed:
         raise typer.Exit(terminal.THRESHOLD)
-
-
-def _unwritten(folder: Path) -> str:
-    """Says what became of a run that was interrupted."""
-    if (folder / "config.json").is_file():
-        return f"`{folder}` is written"
-    return f"`{folder}` was not written, but stages that were finished are kept"
 
 
 def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: Manner) -> None:
@@ -100,7 +88,7 @@ def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: M
 
 
 def _show(done: Compressed, folder: Path) -> None:
-    from tcompress.compression.table import PAGE, columns
+    from tcompress.compression.table import columns
 
     names = columns(done.rows, done.quality)
     table = terminal.table("model", *names, right=names[1:])
@@ -132,4 +120,5 @@ def _show(done: Compressed, folder: Path) -> None:
     for note in done.notes:
         terminal.tell(f"note: {note}")
     if (folder / PAGE).is_file():
-        terminal.tell(f"Page: `{folder / PAGE}`, which `tcompress report` writes anew.")
+        again = f"tcompress report {terminal.typed(folder)} --html {terminal.typed(folder / PAGE)}"
+        terminal.tell(f"Page: `{folder / PAGE}`, which `{again}` writes anew.")

@@ -68,7 +68,7 @@ def show_plan(job: Job) -> None:
 
 def perform(job: Job, *, again: bool = True) -> None:
     """Converts, and prints the result; unless `again`, a conversion that is done is kept."""
-    folder = job.output.expanduser()
+    folder = job.output
     is_there = not again and not job.force and (folder / MANIFEST).is_file()
     with first_look() as look:
         if not is_there:
@@ -170,7 +170,7 @@ def convert(
     settings = conversion(values, recipe, structure=call.structure, typed=said)
     notes = () if recipe is not None else tuple(unasked(settings, values, said))
     folder = written.output or (recipe and recipe.output)
-    output = Path(folder or default_output(one.model, settings))
+    output = Path(folder or default_output(one.model, settings)).expanduser()
     job = Job(one.model, settings, output, written.force, access, manner, notes=notes)
     if len(settings.speedups) < 2:
         show_plan(job) if planned.dry_run else perform(job)

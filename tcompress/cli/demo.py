@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from tcompress.artifact.workplace import check_output
+from tcompress.artifact.workplace import check_empty
 from tcompress.cli.terminal import print_json, results, shown_progress, table
 from tcompress.options.commands import Manner, Shown
 
@@ -23,7 +23,7 @@ def demo(call: Shown, manner: Manner) -> None:
     """Does what `tcompress demo` says."""
     kept = Path(call.keep_dir).expanduser() if call.keep_dir else None
     if kept:
-        check_output(kept, force=False)
+        check_empty(kept)
     from tcompress.demonstration import run_demo, shipped_data
 
     place = nullcontext(kept) if kept else TemporaryDirectory(prefix="tcompress-demo-")

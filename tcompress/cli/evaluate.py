@@ -41,7 +41,8 @@ def evaluate(call: Measured, wanted: Evaluate, tables: Tables, hub: Hub, manner:
     from tcompress.reporting.table_files import metrics_sheet, metrics_table, write_tables
 
     bound = Threshold.parse(wanted.threshold) if wanted.threshold is not None else None
-    if bound and bound.relative and not {*call.models} - {call.baseline or call.models[0]}:
+    others = {*call.models} - {call.baseline or call.models[0]} or wanted.runtime[1:]
+    if bound and bound.relative and not others:
         text = f"`--threshold {wanted.threshold}` compares with a baseline, but there is one model"
         raise InputError(text, "name a `--baseline`, or give a plain number")
     with terminal.shown_progress(quiet=manner.quiet) as progress:

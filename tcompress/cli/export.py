@@ -10,6 +10,7 @@ from tcompress.artifact.workplace import check_output
 from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, say, shown_progress, tell
 from tcompress.errors import InputError
+from tcompress.models.names import default_output_name
 from tcompress.options.commands import Exported, Hub, Manner, OnnxFiles, Written
 from tcompress.runtimes.installed import require
 
@@ -22,16 +23,15 @@ EXAMPLES = (
 def export(call: Exported, files: OnnxFiles, written: Written, hub: Hub, manner: Manner) -> None:
     """Does what `tcompress export` says."""
     model, to = Path(call.model), call.to
-    folder = Path(written.output or f"{model.name or model.resolve().name}-{to}")
+    folder = Path(written.output or default_output_name(call.model, to)).expanduser()
     if to == "dense":
         _to_dense(model, folder, files, written, manner)
         return
-    output, local = folder.expanduser().absolute(), model.expanduser()
+    output, local = folder.absolute(), model.expanduser()
     inside = output.is_dir() and local.is_dir() and output.samefile(local)
     with first_look() as look:
         look.check(require, to)
-        if to == "openvino":
-            look.check(files.refuse_bits)
+        look.check(files.refuse_bits, to)
         look.models(call.model)
         look.check(check_output, output, force=written.force or inside)
     reach(call.model, token=hub.token)
@@ -65,7 +65,7 @@ def _to_dense(
 ) -> None:
     with first_look() as look:
         look.check(_refuse_options, files)
-        look.check(check_output, folder.expanduser().absolute(), force=written.force)
+        look.check(check_output, folder.absolute(), force=written.force)
         look.check(check_converted, model.expanduser())
     from tcompress.exports.dense import export_dense
     from tcompress.models.names import read_config, stands_alone

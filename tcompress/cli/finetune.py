@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcompress.artifact.workplace import check_apart, check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
 from tcompress.errors import RecipeError, listed
@@ -49,13 +48,9 @@ def finetune(
     """Does what `tcompress finetune` says."""
     begun = time.perf_counter()
     settings = settings_of(said, call.recipe)
-    folder = Path(written.output) if written.output else default_output(one.model, settings)
-    output, local = folder.expanduser().absolute(), local_folder(one.model)
+    folder = Path(written.output or default_output(one.model, settings)).expanduser()
     with first_look() as look:
-        if local is not None:
-            look.check(check_apart, output, local, "the model's own folder")
-        if not look.found:  # nor has it anything to say of such a folder
-            look.check(check_output, output, force=written.force)
+        look.output(folder.absolute(), one.model, force=written.force)
         look.data([*settings.data.source, *filter(None, [settings.data.validation])])
         look.models(one.model)
         look.teacher(settings)
@@ -95,6 +90,8 @@ def default_output(model: str, settings: Finetune) -> Path:
     """Names the folder to write, such as `bert-base-lprod-p4-healed`."""
     name = default_output_name(model, settings.task or "healed")
     folder = local_folder(model)
+    if folder is not None and folder.name in ("", ".."):  # beside it, not inside
+        folder = folder.resolve()
     return Path(name) if folder is None else folder.parent / name
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tcompress.artifact.workplace import SWEEP, check_output, check_sweep
+from tcompress.artifact.workplace import SWEEP, check_apart, check_output, check_sweep
 from tcompress.cli import terminal
 from tcompress.errors import InputError, Problems
 from tcompress.files import check_drawings, check_latex, check_page, check_sheet
@@ -68,6 +68,13 @@ class Look(Problems):
                 merged = weights and adapter is not None  # it may be alone
                 if folder is not None and not merged and not (folder / MANIFEST).is_file():
                     read_config(folder)  # what else is missing beside it, a manifest says
+
+    def output(self, output: Path, model: str, *, force: bool) -> None:
+        """Refuses an output that cannot be written, or is the folder of the model."""
+        if (local := local_folder(model)) is not None:
+            self.check(check_apart, output, local, "the model's own folder")
+        if not self.found:  # nor has it anything to say of such a folder
+            self.check(check_output, output, force=force)
 
     def data(self, names: Iterable[str]) -> None:
         """Refuses files and folders of data that are not there."""

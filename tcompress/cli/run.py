@@ -47,7 +47,7 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
         raise RecipeError(f"recipe `{origin}` names no model", "add `--model MODEL`")
     if access.revision is None and call.model is None:  # it belongs to the model it is written for
         access = access.model_copy(update={"revision": said.revision})
-    output = Path(written.output or said.output or default_output(name, said.convert))
+    output = Path(written.output or said.output or default_output(name, said.convert)).expanduser()
     job = Job(name, said.convert, output, written.force, access, manner, architecture)
     if not planned.dry_run:
         check_place(output)
@@ -92,7 +92,7 @@ def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> 
 
     with first_look() as look:
         for name, variant in {} if planned.dry_run else chosen.items():
-            look.recipe(variant, job.output.expanduser().absolute() / name, force=job.force)
+            look.recipe(variant, job.output.absolute() / name, force=job.force)
         job.look_at_model(look)
     if planned.dry_run:
         sizes = variant_sweep.sizes_of(chosen, opened)
@@ -119,7 +119,7 @@ def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> 
 
 def _run_all(said: Recipe, job: Job, seeds: int | None = None) -> None:
     """Do all that a recipe says, and print it; with so many seeds, as often."""
-    output = job.output.expanduser().absolute()
+    output = job.output.absolute()
     runs = {output: said}
     if seeds is not None:
         repeated = repetitions(said, seeds)

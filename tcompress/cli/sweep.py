@@ -56,8 +56,8 @@ def sweep(
 ) -> None:
     """Does what `tcompress sweep` says."""
     recipe = recipe_of(call, cells, measured, said)
-    folder = Path(written.output or recipe.output or default_output_name(one.model, "sweep"))
-    job = Job(one.model, recipe.convert, folder, written.force, access, manner)
+    folder = written.output or recipe.output or default_output_name(one.model, "sweep")
+    job = Job(one.model, recipe.convert, Path(folder).expanduser(), written.force, access, manner)
     perform_sweep(recipe, job, dry_run=planned.dry_run, seeds=call.seeds, tables=tables)
 
 
@@ -158,7 +158,7 @@ def perform_sweep(
     tables = tables or Tables()
     with first_look() as look:
         if not dry_run:
-            look.sweep(recipe, job.output.expanduser(), force=job.force)
+            look.sweep(recipe, job.output, force=job.force)
             look.tables(tables)
         job.look_at_model(look)
     source = job.open()

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -95,7 +95,8 @@ def say(text: str, *, quiet: bool = False) -> None:
 
 def print_json(document: dict[str, Any]) -> None:
     """Prints the one JSON document of a command; `schema` comes first."""
-    text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False)
+    escaped = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=escaped)
     sys.stdout.write(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
@@ -103,6 +104,8 @@ def print_json(document: dict[str, Any]) -> None:
 def outliving_readers() -> Iterator[None]:
     """Go on where nobody reads stdout or stderr any more, as behind `| head`."""
     before = sys.stdout, sys.stderr
+    if isinstance(sys.stdout, TextIOWrapper):  # what it has no character for is no reason to fail
+        sys.stdout.reconfigure(errors="replace")
     # A stream that was closed before the program began is None.
     streams = [stream and _Outliving(stream) for stream in before]
     sys.stdout, sys.stderr = [stream or StringIO() for stream in streams]  # type: ignore[assignment]
@@ -195,14 +198,15 @@ def resumable(
 ) -> Iterator[dict[str, Any]]:
     """Shows work: gives what hears of it, and says after an interruption what became of it.
 
-    With an `output` it names the hidden folders beside it in which work was left.
+    With an `output` it names the hidden folder in which work on it was left, and at the end those
+    of others beside it.
     """
     try:
         with shown_progress(quiet=quiet, overview=overview) as progress:
             yield {"progress": progress, "say": lambda text: say(text, quiet=quiet)}
     except KeyboardInterrupt as error:
         hint = "run the same command again: it goes on where it stopped"
-        if left := _left_beside(output):
+        if left := _left_beside(output, others=False):
             hint += f"; or delete what is kept for that: {left}"
         raise Interrupted(f"interrupted; {what()}", hint) from error
     if left := _left_beside(output):
@@ -210,20 +214,26 @@ def resumable(
         say(f"{text} it.", quiet=quiet)
 
 
-def _left_beside(output: Path | None) -> str:
-    """Names folders of work that was left, with their sizes."""
-    from tcompress.artifact.workplace import unfinished
+def _left_beside(output: Path | None, *, others: bool = True) -> str:
+    """Names folders of work that was left, with their sizes; without `others`, that of `output`."""
+    from tcompress.artifact.workplace import partial_folder, unfinished
     from tcompress.reporting.formatting import bytes_text
 
-    found = {} if output is None else unfinished(output.expanduser())
-    return ", ".join(f"`{relative(path)}` ({bytes_text(size)})" for path, size in found.items())
+    if output is None:
+        return ""
+    mine, sizes = partial_folder(output), unfinished(output)
+    return ", ".join(
+        f"`{relative(path)}` ({bytes_text(size)})"
+        for path, size in sizes.items()
+        if others or path == mine
+    )
 
 
-def unwritten(output: Path) -> str:
-    """Says what became of training that was interrupted."""
+def unwritten(output: Path, kept: str = "the training so far is kept") -> str:
+    """Says what became of a run that was interrupted."""
     if (output / "config.json").is_file():
         return f"`{output}` is written, but what comes after it is not finished"
-    return f"`{output}` was not written, but the training so far is kept"
+    return f"`{output}` was not written, but {kept}"
 
 
 @dataclass(frozen=True)

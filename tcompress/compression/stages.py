@@ -68,22 +68,10 @@ def compress(
     progress: Progress | None = None,
     say: Say = lambda text: None,
 ) -> Compressed:
-    """Write a small model in one folder for Transformers, sentence-transformers and ONNX Runtime.
+    """Do what `api.compress` says, with settings in place of options.
 
-    Within `processes.joined` the first of several processes calls it, all others `follow`.
-
-    Args:
-        model: A dense model: folder, short name or hub id.
-        output: Folder to write; it appears only when everything is finished.
-        settings: The goal, the data and the time.
-        force: Replace a folder that is not empty.
-        token: Access token for the hub.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        progress: Hears how far it is.
-        say: Hears what a user should know.
-
-    Raises:
-        InputError: Something given cannot be used, or the goal is out of reach.
+    Within `processes.joined` the first of several processes calls it, all others `follow`. `say`
+    hears what a user should know.
     """
     output = Path(output).expanduser().absolute()
     crew = Crew[Job](lambda job: perform(source, job, progress, say))

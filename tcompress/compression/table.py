@@ -16,13 +16,10 @@ from tcompress.compression.attempts import Goal, Measured
 from tcompress.exports.onnx_folder import with_files
 from tcompress.fields import RuntimeName
 from tcompress.files import write_text
-from tcompress.models.names import CARD
+from tcompress.models.names import CARD, PAGE
 from tcompress.reporting.headline import Headline, headline_of
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
-
-PAGE = "report.html"
-"""Name of the page inside the folder."""
 
 
 @dataclass(frozen=True)

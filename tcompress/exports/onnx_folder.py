@@ -86,30 +86,10 @@ def export_onnx(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ExportedOnnx:
-    """Writes a model's folder with files for another runtime in it, each compared with PyTorch.
-
-    Args:
-        model: A converted or dense model: folder, short name or hub id.
-        output: Folder to write; it appears only when everything is finished. That of the model
-            itself gets the files too.
-        settings: Which files.
-        to: Files for ONNX Runtime, or for OpenVINO, whose weights are in float32.
-        force: Replace a folder that is not empty.
-        token: Access token for the hub.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        progress: Hears how far it is.
-
-    Returns:
-        The written folder, and what was measured of each file.
-
-    Raises:
-        InputError: Something given cannot be used, or the model cannot be exported.
-        WriteError: A file computes something else than the model in PyTorch.
-    """
+    """Do what `api.export_onnx` says, with settings in place of options."""
     settings, progress = settings or OnnxFiles(), progress or Silent()
     require(to)
-    if to == "openvino":
-        settings.refuse_bits()
+    settings.refuse_bits(to)
     output = Path(output).expanduser().absolute()
     source = open_checked(name_of(model), token=token, trust=trust_remote_code)
     origin = source.origin or source.folder
@@ -138,6 +118,8 @@ def export_onnx(
         _carry(source, place.model, output if inside else None, to)
         files, notes = _write_files(source, place, settings, to, progress)
         _record(source, place.model, files, to)
+        if inside:
+            _lead_out(output, place.model, from_copy=False)
         place.publish(force=force)
     return ExportedOnnx(output, files, notes)
 
@@ -157,6 +139,7 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None, to: ExportForm
             copy_function=second_name,
             symlinks=True,
         )
+        _lead_out(whole, folder, from_copy=True)
         return
     folder.mkdir()
     patterns = ("*.index.json", CARD, MANIFEST)
@@ -166,6 +149,17 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None, to: ExportForm
     carry_files(source.folder, source.auxiliary_files(), folder)
     if not source.trust_remote_code:
         forget_code(folder)
+
+
+def _lead_out(whole: Path, folder: Path, *, from_copy: bool) -> None:
+    """Make links out of a folder work in its copy, which lies deeper; or be as they were."""
+    for path in whole.rglob("*"):
+        copy = folder / path.relative_to(whole)
+        if copy.is_symlink() and path.is_symlink():
+            target = path.resolve()
+            if not target.is_relative_to(whole.resolve()):
+                copy.unlink()
+                copy.symlink_to(target if from_copy else path.readlink())
 
 
 def _write_files(

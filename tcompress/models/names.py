@@ -22,6 +22,9 @@ from tcompress.files import write_text
 from tcompress.project import INSTALL
 
 CARD = "README.md"
+PAGE = "report.html"  # that `compress` writes
+REWRITTEN = (CARD, PAGE)
+"""Files of ours that people write anew: others than were written, or none, are no damage."""
 MODULES = "modules.json"  # of sentence-transformers
 
 # Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from tcompress.errors import InputError
-from tcompress.fields import DATASET, FOLDER, MODEL, Section, option
+from tcompress.fields import DATASET, FOLDER, MODEL, ExportFormat, Section, option
 from tcompress.options.convert_options import METHOD, OUTPUT
 from tcompress.options.steps import MEASURED, MEASUREMENT
 
@@ -143,10 +143,13 @@ class OnnxFiles(Section):
         chosen = {8} if self.int8 else set()
         return (32, *sorted(chosen | ({self.bits} if self.bits else set()), reverse=True))
 
-    def refuse_bits(self) -> None:
-        """Refuse fewer bits for OpenVINO, which runs such ONNX files slower and less exactly."""
+    def refuse_bits(self, to: ExportFormat) -> None:
+        """Refuse bits of no file, and fewer for OpenVINO, which runs them slower, less exactly."""
         bits = {"int8", "bits", "embedding_bits"}
-        if given := self.model_dump(exclude_defaults=True, include=bits):
+        if to == "onnx" and self.embedding_bits != 8 and 8 not in self.bits_of_files:
+            text = f"`--embedding-bits {self.embedding_bits}` is of the file with 8 bits, and none"
+            raise InputError(f"{text} is asked for", "add `--int8`, or leave it out")
+        if to == "openvino" and (given := self.model_dump(exclude_defaults=True, include=bits)):
             names = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
             text = f"{names} can only be given for ONNX files; those for OpenVINO are in float32"
             raise InputError(text, "add `--to onnx`, or quantise with OpenVINO's own tool, `nncf`")

@@ -67,7 +67,7 @@ def _paths(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
     head, slash, start = incomplete.rpartition("/")
     try:
         items = sorted(Path(head + slash).expanduser().iterdir())
-    except OSError:
+    except (OSError, RuntimeError):  # of `~name` for nobody
         return []
     fits = [item for item in items if item.name.startswith(start)]
     shown = [item for item in fits if start.startswith(".") or not item.name.startswith(".")]

@@ -78,6 +78,8 @@ class Compress(Section):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Compress:
+        if self.most_bytes == 0:
+            raise ValueError(f"`size` is `{self.size}`, allowed is 1 or more")
         if (self.task is None) != (not self.test_data):
             raise ValueError("`task` and `test_data` go together: give both, or none")
         if self.task == "seq2seq":

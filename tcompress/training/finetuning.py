@@ -311,10 +311,11 @@ class _Run:
         rounded = {} if storage is None else round_files(folder, self.setup.roundings, storage)
         plan = manifest.plan.model_copy(update={"storage": storage})
         manifest = manifest.model_copy(update={"plan": plan})
-        # Numbers that were measured before belong to other weights.
+        # What was measured before belongs to other weights.
         training = [*manifest.training, facts]
         changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
-        manifest = manifest.model_copy(update={**changes, "exports": []})
+        changed = {**changes, "exports": [], "attention_map": None}
+        manifest = manifest.model_copy(update=changed)
         write_text(folder / CARD, model_card(manifest, source.folder, type(model).__name__))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
         # Opens what was written, and compares some of the weights.

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
+from tcompress.artifact.checksums import seal
 from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.artifact.reader import Artifact, check_files, is_converted, verify_files
 from tcompress.conversion.converter import convert
@@ -257,11 +258,16 @@ def test_a_flipped_byte_is_found_in_any_file(written: Path, folder: Path, part: 
         (folder / name).write_bytes(content)
 
 
-def test_a_card_that_was_rewritten_or_not_downloaded_is_no_damage(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["README.md", "report.html"])
+def test_a_card_or_page_that_was_rewritten_or_not_downloaded_is_no_damage(
+    name: str, folder: Path
+) -> None:
+    (folder / name).write_text("as it was")
+    write_manifest(folder, read_manifest(folder).model_copy(update=seal(folder)))
     count = verify_files(folder).files
-    (folder / "README.md").write_text("another")
+    (folder / name).write_text("another")
     assert check_files(folder) is not None
-    (folder / "README.md").unlink()
+    (folder / name).unlink()
     assert verify_files(folder).files == count - 1
     flip(folder / WEIGHTS, -1)
     with pytest.raises(ArtifactError, match=r"`model\.safetensors` differs from its checksum"):

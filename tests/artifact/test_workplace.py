@@ -17,7 +17,14 @@ import torch
 
 import tcompress
 from tcompress import files
-from tcompress.artifact.workplace import Workplace, check_output, check_place, partial_folder, tidy
+from tcompress.artifact.workplace import (
+    Workplace,
+    check_output,
+    check_place,
+    check_sweep,
+    partial_folder,
+    tidy,
+)
 from tcompress.errors import DiskError, InputError, RecipeError, TCompressError, WriteError
 from tcompress.files import beside, write_text
 from tcompress.models import resolve
@@ -112,6 +119,19 @@ def test_places_that_take_no_folder(
     assert done.code == 2
     assert "cannot be written (" in done.err
     assert left(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("name", [".", "..", "../inside", "../../outside"])
+def test_the_current_folder_is_not_replaced(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever works in it would be nowhere; what is written into a folder may go there."""
+    (folder := tmp_path / "outside" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(model(folder, "old"))
+    model(folder.parent, "old")
+    with pytest.raises(InputError, match="is the current folder, or contains it"):
+        check_output(Path(name), force=True)
+    check_sweep(Path(name), force=True)
 
 
 def test_checking_leaves_no_trace(tmp_path: Path) -> None:

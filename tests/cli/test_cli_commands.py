@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -64,6 +64,9 @@ def test_export(models: Path, tmp_path: Path) -> None:
     assert "import tcompress" not in (target / "README.md").read_text()
     done = run("export", small, "-o", target, "--quiet", "--force", "--json")
     assert done.document == {"schema": 1, "output": str(target), "format": "dense"}
+    (inside := Path(shutil.copytree(small, tmp_path / "mine")) / "sub").mkdir()
+    with chdir(inside):
+        assert run("export", "..", "--json").document["output"] == str(inside / "mine-dense")
 
 
 def test_recipes_show_copy_validate() -> None:
@@ -110,6 +113,24 @@ def test_json_is_safe_to_print(name: str, tmp_path: Path) -> None:
     done = run("inspect", tmp_path / name, "--json")
     assert name in done.document["error"]["message"]
     assert not set(done.out + done.err) & COMMANDS
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_results_are_printed_in_any_encoding(
+    encoding: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables hold middle dots, and names what they like."""
+    folder = Path(shutil.copytree(models / "small", tmp_path / "modèle→"))
+    for flags in ([], ["--json"]):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(folder), *flags])
+        stream.seek(0)
+        assert ended.value.code == 0
+        said = stream.read()
+        assert "gpt2" in said
+    assert json.loads(said)["reports"][0]["name"] == str(folder)
 
 
 # The text and the exit code of every kind of failure

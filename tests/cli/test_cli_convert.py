@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from transformers import AutoModel, AutoModelForMaskedLM
@@ -152,7 +152,12 @@ def test_work_that_was_left_is_named(model: Path) -> None:
     left.mkdir(mode=0o700)
     for name in ("identity", "lock"):
         (left / name).write_bytes(b"12345")
-    done = completed("convert", model, "--p", "2", "--calib", "none", "-o", "out")
+    arguments = ("convert", model, "--p", "2", "--calib", "none", "-o", "out")
+    with patch("tcompress.artifact.workplace.Workplace.publish", side_effect=KeyboardInterrupt):
+        stopped = run(*arguments)
+    assert "or delete what is kept for that: `.out.partial` (" in stopped.err
+    assert ".other.partial" not in stopped.err  # which this command does not go on with
+    done = completed(*arguments)
     said = "Runs that were stopped left work in `.other.partial` (10 B): "
     assert said in done.err
     assert left.is_dir()
@@ -244,6 +249,19 @@ def test_run_takes_another_model_and_output(model: Path) -> None:
     assert done.document["output"] == str(Path("out").absolute())
     done = run("run", "my.yaml", "--model", model, "--dry-run", "--json")
     assert done.document["output"] == str(Path("elsewhere").absolute())
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["convert {0} --p 2 --calib none", "run my.yaml", "sweep {0} --methods svd --calib none"],
+)
+def test_the_path_of_a_home_is_said_in_full(
+    command: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    Path("my.yaml").write_text(RECIPE.replace("MODEL", str(model)))
+    done = run(*command.format(model).split(), "--output=~/out", "--dry-run", "--json")
+    assert done.document["output"] == "/home/me/out"
 
 
 @pytest.mark.often("2-130")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import chdir
 from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
@@ -82,6 +83,8 @@ def test_a_task_names_the_output_and_what_its_numbers_are_of_is_said() -> None:
     assert done.lines[-1].startswith(next_step)
     assert default_output("bert-small", Finetune()) == Path("bert-small-healed")
     assert default_output("bert-base", Finetune(task="sts")) == Path("bert-base-sts")
+    with chdir("bert-small"):  # beside it, not inside
+        assert default_output(".", Finetune()) == Path("../bert-small-healed").resolve()
     assert "few.jsonl:text,label (columns guessed: `--columns` names others)" in done.out
     assert "`accuracy` is of a held-out part of few.jsonl" in done.out
     assert "examples to train on: with fewer than 30 little is learnt" in done.err

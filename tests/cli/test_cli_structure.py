@@ -131,3 +131,4 @@ def test_completion_of_paths(tmp_path: Path, own_folder: None) -> None:
     assert complete.calibrations("models/t") == ["models/texts.csv"]
     assert complete.recipes("mi") == ["mine.yaml"]
     assert complete.folders("nowhere/x") == []
+    assert complete.folders("~nobody-has-this-name/x") == []

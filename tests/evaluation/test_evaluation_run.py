@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -276,6 +276,13 @@ def test_threshold() -> None:
     assert done.err == "bert: misses the threshold 0.999 on `spearman`\n"
     document = run("evaluate", "bert", *STS, "--threshold", "0.999", "--json").document
     assert (document["threshold"], document["missed"]) == ("0.999", ["bert"])
+
+
+@pytest.mark.parametrize(("runtime", "code"), [("onnx", 2), ("torch,onnx", 130)])
+def test_a_model_in_several_runtimes_is_its_own_baseline(runtime: str, code: int) -> None:
+    with patch("tcompress.evaluation.measuring.evaluate", side_effect=KeyboardInterrupt):
+        done = run("evaluate", "bert", *STS, "--runtime", runtime, "--threshold", "0.9x")
+    assert done.code == code
 
 
 def test_lm_eval_is_passed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,15 @@ def test_layers_keep_their_structure_and_their_names(exported: ExportedOnnx) -> 
 
 @pytest.mark.slow
 def test_the_folder_of_the_model_gets_files_too(tmp_path: Path) -> None:
+    """Links in it stay as they are, also those that lead nowhere."""
     source = base(tmp_path / "model", MEAN)
     (source / "mine.txt").write_text("kept")
+    (store := tmp_path / "store").mkdir()
+    links = {"model.safetensors": "../store/big", "1_Pooling": "../store/1", "gone": "../gone"}
+    for name, target in links.items():
+        if (source / name).exists():
+            (source / name).rename(source / target)
+        (source / name).symlink_to(target)
     before = {path.relative_to(source) for path in source.rglob("*")}
     weights = (source / "model.safetensors").read_bytes()
     ran = completed("export", source, "--to", "onnx", "-o", source, "--no-sentence-embedding")
@@ -126,7 +133,9 @@ def test_the_folder_of_the_model_gets_files_too(tmp_path: Path) -> None:
     assert not before - after
     assert (source / "model.safetensors").read_bytes() == weights
     assert OnnxModel.open(source / "onnx" / "model.onnx").outputs == ("last_hidden_state",)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert {name: str((source / name).readlink()) for name in links} == links
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "store"}
+    assert [path.name for path in store.iterdir()] == ["big", "1"]
     check_files(source)
 
 
@@ -169,6 +178,10 @@ REFUSED: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
     "options of ONNX files": (
         lambda out: [out, "--int8", "--bits", "4"],
         ["`--int8`, `--bits` can only be given for ONNX files", "add `--to onnx`"],
+    ),
+    "bits of embeddings in no file": (
+        lambda out: [out, "--to", "onnx", "--bits", "4", "--embedding-bits", "4"],
+        ["`--embedding-bits 4` is of the file with 8 bits, and none is asked", "add `--int8`"],
     ),
     "other bits": (
         lambda out: [out, "--to", "onnx", "--bits", "3"],

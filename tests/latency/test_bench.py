@@ -364,4 +364,4 @@ def test_kept_weights() -> None:
 @pytest.mark.usefixtures("gpt2_folder")
 def test_a_dense_model_keeps_nothing() -> None:
     done = run("bench", "gpt2", "--against", "gpt2", *TYPED)
-    assert done.lines[-1] == "Not kept: `gpt2` is no folder with a `tcompress.json`."
+    assert done.lines[-1] == "Not kept: `gpt2` is no folder with a `tcompress.json` to write to."

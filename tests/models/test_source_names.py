@@ -168,6 +168,7 @@ def test_errors_of_the_hub_are_explained(
         ("./models/my model/", "my-model-lprod-p4"),
         ("C:\\models\\bert", "bert-lprod-p4"),
         (".", "mine-lprod-p4"),  # that of the current folder
+        ("../mine/sub/..", "mine-lprod-p4"),
     ],
 )
 def test_names_of_outputs(

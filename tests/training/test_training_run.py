@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import tcompress  # noqa: F401 - makes converted models loadable
-from tcompress.artifact.manifest import read_manifest, write_manifest
+from tcompress.artifact.manifest import AttentionMap, read_manifest, write_manifest
 from tcompress.artifact.reader import verify_files
 from tcompress.errors import DataError, TrainingError, WriteError
 from tcompress.reporting.model_report import report_of
@@ -81,7 +81,9 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     folder = small_encoder(tmp_path, pooling={"pooling_mode": "cls"})
     (folder / "notes.json").write_text("{}")
     manifest = read_manifest(folder)
-    measured = manifest.model_copy(update={"metrics": [metric()], "speed": [speed()]})
+    looks = AttentionMap(data="a", layer=0, rows=["b"], columns=["b"], weights=[[1.0]])
+    stored = {"metrics": [metric()], "speed": [speed()], "attention_map": looks}
+    measured = manifest.model_copy(update=stored)
     write_manifest(folder, measured)
     done = train(folder, tmp_path / "out", data=texts(tmp_path), seed=3, learning_rate=3e-2)
     verify_files(done.folder)
@@ -98,6 +100,7 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     assert written.training == [done.facts]
     # Numbers of other weights are gone; times do not depend on weights.
     assert (written.metrics, written.speed) == ([], measured.speed)
+    assert written.attention_map is None
     for name in ("source", "plan", "recipe", "fit", "calibration"):
         assert getattr(written, name) == getattr(manifest, name)
     facts = done.facts

@@ -314,8 +314,8 @@ class _Watch:
                 self._sums = {layer.name: self._empty(layer) for layer in self.layers}
                 for index in processes.batches_of(run, batches):
                     self._rows.batch, self._index = streams[index].batch, index
-                    for seen in (self._called, self._arrivals, self._read):
-                        seen.clear()
+                    for of_batch in (self._called, self._arrivals, self._read):
+                        of_batch.clear()
                     visit(index)
                 total.add(self._sums)
         sums = total.whole()

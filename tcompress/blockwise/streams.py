@@ -60,7 +60,7 @@ class PartialModel:
             _put(self.model, name, buffer.to(device))
         self._stored = list(self.model.state_dict(keep_vars=True))
         output = self.model.get_output_embeddings()  # type: ignore[operator]
-        if head and output is not None:
+        if head and output is not None and not isinstance(output, nn.Embedding):
             output.register_forward_pre_hook(_end_unless_kept)
         output = None if head else output
         heads = (name for name, item in self.model.named_modules() if item is output and name)

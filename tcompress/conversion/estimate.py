@@ -29,9 +29,9 @@ from tcompress.conversion.outputs import groups_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS, most_tokens, scores_of
 from tcompress.errors import DiskError
 from tcompress.files import free_bytes
-from tcompress.fitting.block_rewrite import Group
+from tcompress.fitting.block_rewrite import Group, outputs_stand_for_input
 from tcompress.hf.opening import has_bfloat16_tiles, multiplies_bfloat16, pick_device
-from tcompress.linalg.moments import LARGE, ROWS_AT_ONCE, ROWS_KEPT, WIDE, puts_out_little
+from tcompress.linalg.moments import LARGE, ROWS_AT_ONCE, ROWS_KEPT, WIDE
 from tcompress.memory import free_memory
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
@@ -298,7 +298,7 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
         rounds = 1 if len(part.terms) == 1 else _ROUNDS
         for layout in part.terms:
             m, n = layout.out_features, layout.in_features
-            products = 4.0 if _puts_out_little(group) else 6.0
+            products = 4.0 if outputs_stand_for_input(group) else 6.0
             measured = products * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
             measured += _error_flops(m, n, work) if work.tokens else 0.0
             measured += _root_flops(m, n) if work.keeps_gradients else 0.0
@@ -310,13 +310,6 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
             turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
             flops += (fitted + turned) * entry.copies
     return FitCost(flops, size + most)
-
-
-def _puts_out_little(group: Sequence[LayerPlan | Layer]) -> bool:
-    """Tell whether outputs stand for a wide input, in moments of both streams."""
-    first = group[0]
-    alone = len(group) == 1 and first.kind != "experts"
-    return alone and puts_out_little(first.in_features, first.out_features)
 
 
 def _root_flops(outputs: int, inputs: int) -> float:
@@ -403,7 +396,7 @@ def _moments_memory(group: Group, work: _Work) -> int:
     first, widest = group[0], max(entry.out_features for entry in group)
     is_wide = first.in_features >= WIDE
     rows, sums = int(8 * _rows_kept(work)) if is_wide else 0, 16 if is_wide else 48
-    if _puts_out_little(group):
+    if outputs_stand_for_input(group):
         sums = 8 + 8 * first.out_features // first.in_features
     curvature = sum(4 * entry.out_features**2 for entry in group) + 24 * widest**2
     curvature *= work.keeps_gradients
@@ -445,7 +438,7 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
 def _paired_flops(group: Sequence[Layer]) -> float:
     """Operations on a token that layers read, of moments of both streams."""
     width = float(group[0].in_features)
-    if _puts_out_little(group):
+    if outputs_stand_for_input(group):
         return width**2 + 4.0 * width * group[0].out_features
     return (3.0 if width >= WIDE else 4.0) * width**2
 

@@ -60,7 +60,7 @@ from tcompress.planning.costs import path_of
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.planning.sites import module_path
 from tcompress.progress import MOMENTS, timed
-from tcompress.roles import Block
+from tcompress.roles import Block, Layer
 from tcompress.structures.modules.experts import (
     StructuredExperts,
     activated,
@@ -137,6 +137,13 @@ def fit_group(
             shift = 0.0 if layer.shift is None else layer.shift
             exact = narrowed_rows(entry, bias, reductions).double() + shift
             layer.tensors["bias"] = exact.to(inputs.dtype_of(entry))
+
+
+def outputs_stand_for_input(group: Sequence[LayerPlan | Layer]) -> bool:
+    """Tell whether outputs stand for a wide input in sums of both streams: of one layer alone."""
+    first = group[0]
+    alone = len(group) == 1 and first.kind != "experts"
+    return alone and puts_out_little(first.in_features, first.out_features)
 
 
 Rows = tuple[int, Tensor, Tensor, Tensor | None]
@@ -318,10 +325,7 @@ class RewrittenBlock:
     def _weight_of(self, group: Group) -> Tensor | None:
         """Weight of a layer that alone reads an input far wider than what it puts out, float32."""
         first, inputs = group[0], self.inputs
-        whole = (
-            len(group) == 1 and first.kind != "experts" and first.outputs_left == first.out_features
-        )
-        if whole and puts_out_little(first.in_features, first.out_features):
+        if outputs_stand_for_input(group) and first.outputs_left == first.out_features:
             return dense_matrix(inputs.source, first, inputs.device).float()
         return None
 

@@ -230,10 +230,10 @@ def _check_inputs(source: SourceModel, inputs: Inputs) -> None:
 def _check_task(task: TrainingTask, source: SourceModel, inputs: Inputs) -> None:
     needs, grids = task.needs, {VOLUMES: "volumes", SERIES: "series"}
     reads = grids[inputs.grid] if inputs.grid else "texts" if inputs.text else "pictures"
-    asked = "pictures" if needs.image else "volumes" if needs.volume else "texts"
-    asked = "series" if needs.window else asked
-    if reads != asked:
-        text = f"`{source.model_class.__name__}` reads {reads}, the task `{task.name}` {asked}"
+    wanted = "series" if needs.window else "volumes" if needs.volume else "texts"
+    wanted = "pictures" if needs.image else wanted
+    if reads != wanted:
+        text = f"`{source.model_class.__name__}` reads {reads}, the task `{task.name}` {wanted}"
         raise DataError(text, "choose another task, or a model for this one")
 
 

@@ -38,6 +38,7 @@ from tcompress.linalg.moments import (
     is_finite,
     multipliable,
     naming,
+    ridge_level,
     token_weights,
 )
 from tcompress.models import SourceModel
@@ -58,16 +59,26 @@ from tcompress.structures.modules.linear import channels_last, factor_layouts
 class Sensitivity:
     """Second moments of a linear layer's input and of the gradients at its output, float64.
 
-    Both come from passes in a dtype; None is that of weights.
+    Both come from passes in a dtype; None is that of weights. Of `condensed` layers gradients are
+    summed up as they come back to the input, W^T δ.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, device: torch.device, passes: torch.dtype | None = None
+        self,
+        inputs: int,
+        outputs: int,
+        device: torch.device,
+        passes: torch.dtype | None = None,
+        *,
+        condensed: bool = False,
     ) -> None:
+        self.device, self._condensed, self._outputs = device, condensed, outputs
         # G, each token by what it is worth  # (in, in)
         self.inputs = MomentSums(inputs, device=device, passes=passes)
-        # S, a sum over rows and no mean  # (out, out)
-        self.curvature = ProductSum((outputs, outputs), device, passes=passes)
+        # S, a sum over rows and no mean  # (out, out); where condensed W^T S W  # (in, in)
+        size = inputs if condensed else outputs
+        self.curvature = ProductSum((size, size), device, passes=passes)
+        self._squares = 0.0  # of gradients at the output, where condensed
         self.weights: dict[int, Tensor] = {}  # by batch  # (tokens,)
         self.rows = 0  # tokens that were summed over; padding is left out
 
@@ -87,11 +98,26 @@ class Sensitivity:
         if x is not None:
             rows = x.float()  # one copy, where sums are of pairs of rows
             self.inputs.add(rows, rows, weights)
+        if self._condensed:
+            self._squares += float(gradient.square().sum(dtype=torch.float64))
+        else:
+            self._add_products(gradient)
+        if weights is not None:
+            self.weights[batch] = weights
+
+    def add_returned(self, gradient: Tensor) -> None:
+        """Add rows of W^T δ, of a condensed layer.  # (rows, in)."""
+        self._add_products(gradient)
+
+    def _add_products(self, gradient: Tensor) -> None:
         # No sums in bfloat16, as rows may be: a few large directions outweigh the ridge there.
         [gradient] = multipliable(gradient.clone())
         self.curvature.add(gradient, gradient)
-        if weights is not None:
-            self.weights[batch] = weights
+
+    def ridge(self, damping: float) -> Tensor:
+        """Return the ridge on S, of a condensed layer, in units of its mean diagonal.  # ()."""
+        mean = torch.tensor(self._squares / (self.rows * self._outputs), dtype=torch.float64)
+        return ridge_level(mean[None, None], damping).to(self.device)
 
     def merge(self, other: Sensitivity) -> Sensitivity:
         """Add what another sum has taken, about a centre of its own."""
@@ -99,6 +125,7 @@ class Sensitivity:
         self.curvature = self.curvature.merge(other.curvature) if self.rows else other.curvature
         self.weights |= other.weights
         self.rows += other.rows
+        self._squares += other._squares
         return self
 
 
@@ -125,6 +152,7 @@ class BackwardWalk:
     sampler: OutputSampler
     folder: Path
     device: torch.device
+    condensed: Collection[str] = ()  # names of layers with W^T S W in place of S
 
     def __post_init__(self) -> None:
         self._model = PartialModel(self.source, self.device, head=True)
@@ -192,7 +220,7 @@ class BackwardWalk:
         weighed, visit = self.sampler.weighs_tokens, partial(self._backward_visit, block.name)
         with self._model.loaded(block.name, prefetch) as module:
             facts = module, block, layers, self.device, self.source.autocast
-            watch = _Watch(*facts, gradients=True, weighed=weighed)
+            watch = _Watch(*facts, gradients=True, weighed=weighed, condensed=self.condensed)
             return watch.total(self._streams, len(self.batches), visit)
 
     def _backward_visit(self, block: str, index: int) -> None:
@@ -281,6 +309,7 @@ class _Watch:
     passes: torch.dtype | None = None  # dtype of their products
     gradients: bool = False
     weighed: bool = False  # tokens count as much as the gradients that come back to them
+    condensed: Collection[str] = ()  # names of layers with W^T S W in place of S
     _sums: dict[str, Sensitivity] = field(default_factory=dict)  # by name of a layer
     _called: set[str] = field(default_factory=set)  # layers that have run on this batch
     _arrivals: Counter[str] = field(default_factory=Counter)  # of gradients of this batch, by layer
@@ -310,6 +339,8 @@ class _Watch:
                 path = layer.name.removeprefix(f"{self.block.name}.")
                 hook, module = partial(self._ran, layer), self.module.get_submodule(path)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+                if layer.name in self.condensed:
+                    hooks.enter_context(module.register_forward_pre_hook(_with_own_input))
             for run in total.runs():
                 self._sums = {layer.name: self._empty(layer) for layer in self.layers}
                 for index in processes.batches_of(run, batches):
@@ -324,11 +355,13 @@ class _Watch:
         return sums
 
     def _empty(self, layer: Layer) -> Sensitivity:
-        return Sensitivity(layer.in_features, layer.out_features, self.device, self.passes)
+        facts = layer.in_features, layer.out_features, self.device, self.passes
+        return Sensitivity(*facts, condensed=layer.name in self.condensed)
 
     def _ran(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         """Add what a layer has read, once the gradients of its output are there."""
-        x = channels_last(module, first_tensor(*args, **kwargs).detach())
+        read = first_tensor(*args, **kwargs)
+        x = channels_last(module, read.detach())
         rows, mask = self._rows.of(x, layer.name, layer.role)
 
         def arrived(gradient: Tensor) -> None:
@@ -339,8 +372,15 @@ class _Watch:
             with timed(MOMENTS):
                 self._add(layer.name, *pair)
 
+        def returned(gradient: Tensor) -> None:
+            back = gradient.reshape(len(rows), -1)
+            with timed(MOMENTS):
+                self._sums[layer.name].add_returned(back if mask is None else back[mask])
+
         if self.gradients and output.requires_grad:
             output.register_hook(arrived)
+            if layer.name in self.condensed:
+                read.register_hook(returned)
         elif not self.gradients and layer.name not in self._called:
             x = (rows if mask is None else rows[mask]).float()  # one copy for both sides
             self._sums[layer.name].inputs.add(x, x)
@@ -357,6 +397,12 @@ class _Watch:
         self._read.add(call)
         of_layer = rows if reader is None else None
         self._sums[layer].add(of_layer, gradient, self._index, weighed=self.weighed)
+
+
+def _with_own_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let a module read a tensor of its own: the gradient there is what it alone sends back."""
+    read, *others = args
+    return read.view_as(read).requires_grad_(), *others
 
 
 def merged(total: dict[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:

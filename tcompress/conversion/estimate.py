@@ -42,13 +42,14 @@ from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
-from tcompress.search.candidates import SHARE, sizes_by_part
+from tcompress.search.candidates import SHARE, condensed_layers, offered_in, sizes_by_part
 from tcompress.search.corrections import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
 from tcompress.structures.base import (
     SIDES,
     FitCost,
     Frozen,
+    Layout,
     SharesFactors,
     structure,
     svd_flops,
@@ -67,6 +68,8 @@ BFLOAT16, EMULATED = 0.4, 3.5
 """Of the time of passes in float32, what they take in bfloat16: with such products, and without."""
 
 TILES = 0.55  # of the time of moments, what they take where tiles (AMX) multiply bfloat16
+
+REFITTED = 0.3  # of a block, what runs again for one of its halves to be fitted
 
 FEWEST_SAMPLES = 32
 """No fewer samples are proposed where room is lacking."""
@@ -144,7 +147,24 @@ class _Work:
     @property
     def keeps_gradients(self) -> bool:
         """True where moments of gradients are kept for fits."""
-        return self.weighs and self.recipe.calibration.output_moments is not False
+        read = self.recipe.calibration.output_moments is not False
+        return self.weighs and read and not self.is_width
+
+    @property
+    def is_width(self) -> bool:
+        """True where layers become narrower and nothing else."""
+        return self.recipe.method is not None and self.recipe.method.name == NARROWING
+
+    @cached_property
+    def condensed(self) -> frozenset[str]:
+        """Weights of layers with moments of gradients at their inputs, by name in the model."""
+        names = condensed_layers(self.recipe, self.plan, self.source)
+        return frozenset(f"{name}.weight" for name in names)
+
+    def rows_of(self, entry: LayerPlan) -> int:
+        """Outputs of a layer, or as many as its weight is condensed to."""
+        small = path_of(self.source, entry) in self.condensed
+        return entry.in_features if small else entry.out_features
 
     @cached_property
     def block_sizes(self) -> dict[str, int]:
@@ -160,15 +180,20 @@ class _Work:
 
     @property
     def shapes(self) -> list[list[tuple[int, int]]]:
-        """Inputs and outputs of the layers of every block; of experts nothing is summed up.
+        """Widths of the moments of the layers of every block; of experts nothing is summed up.
 
         Tokens of a model with an output head all count alike: layers that read the same have one
         sum, which the first of them stands for.
         """
         alike = self.head_parameters > 0
+
+        def outputs(layer: Layer) -> int:
+            is_condensed = layer.weight_name in self.condensed
+            return layer.in_features if is_condensed else layer.out_features
+
         return [
             [
-                (0 if alike and layer is not group[0] else layer.in_features, layer.out_features)
+                (0 if alike and layer is not group[0] else layer.in_features, outputs(layer))
                 for group in block.groups
                 for layer in group
                 if layer.kind != "experts"
@@ -220,13 +245,14 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
             memory = max(memory, statistics.bytes)
             walks = 3 + recipe.by_loss
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
-            singles = offered_by(recipe.method, STAND_IN, timed=recipe.counts_time, alone=True)
+            tried = min(len(offered_in(recipe, source, STAND_IN, alone=True)), _TRIED)
             part = min(1.0, TRIAL_SAMPLES / max(1, work.samples))
-            flops += min(len(singles), _TRIED) * part * (flops + walk.flops)
+            # What was fitted to all of the data is taken as it is.
+            flops += (tried + (part < 1)) * (sum(fit.flops for fit in fits) + part * walk.flops)
         flops += walk.flops
         if work.weighs or shared:
             flops += statistics.flops
-            flops += sum(map(_predicted_flops, plan.layers))
+            flops += sum(_predicted_flops(entry, work) for entry in plan.layers)
     flops += sum(cost.flops for cost in beside)
     if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
@@ -259,19 +285,20 @@ def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[in
     fraction = budget.fraction if budget and budget.asked.is_size else STAND_IN
     names: Collection[str] = [method.name]
     if isinstance(method, AutoSpec):
-        names = offered_by(method, fraction, timed=recipe.counts_time)
+        names = offered_in(recipe, source, fraction)
     roles, model = roles_of(source), source.keymap.model
     attentions = attentions_of(model, roles)
     text = _tokens(data)
     fitted = min(work.tried_tokens, text * min(FITTED, round(work.samples * (1 - data.holdout))))
     judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(work.samples * data.holdout))))
     some = some_of([block.name for block in reversed(work.blocks)])
+    flops += 2.0 * work.pass_share * fitted * sum(work.block_sizes.values())  # as it is, once
     after = 0  # parameters of the blocks behind
     for block in reversed(roles.blocks):
         size = _parameters(model.get_submodule(block.name))
         if block.name in some:
             count = count_of(block, names, fraction, attentions)
-            passed = work.pass_share * (size * fitted + (size + after) * judged)
+            passed = work.pass_share * (REFITTED * size * fitted + (size + after) * judged)
             candidates += count
             flops += 2.0 * count * (passed + work.head_parameters * judged)
             for group, fit in fits:
@@ -298,11 +325,10 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
         rounds = 1 if len(part.terms) == 1 else _ROUNDS
         for layout in part.terms:
             m, n = layout.out_features, layout.in_features
-            products = 4.0 if outputs_stand_for_input(group) else 6.0
-            measured = products * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
-            measured += _error_flops(m, n, work) if work.tokens else 0.0
-            measured += _root_flops(m, n) if work.keeps_gradients else 0.0
             fit = structure(layout.structure).fit_cost(layout, calibrated=work.tokens > 0)
+            measured = (
+                _fitted_flops(entry, layout, group, work) if work.tokens else 2.0 * m * n * 64
+            )
             most = max(most, fit.bytes)
             fitted = (measured + fit.flops) * rounds
             shapes = (transform_shapes(layout, side).values() for side in SIDES)
@@ -310,6 +336,19 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
             turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
             flops += (fitted + turned) * entry.copies
     return FitCost(flops, size + most)
+
+
+def _fitted_flops(entry: LayerPlan, layout: Layout, group: Group, work: _Work) -> float:
+    """Operations of roots of moments that a layer is fitted by, of products with them, and errors.
+
+    Of a condensed weight W C is not computed, but what is left of it.
+    """
+    m, n = layout.out_features, layout.in_features
+    products, rows = 4.0 if outputs_stand_for_input(group) else 6.0, m
+    if not layout.is_plain:
+        rows = min(m, work.rows_of(entry))
+    roots = _root_flops(m, n) if work.keeps_gradients and rows == m else 0.0
+    return products * rows * n * n + n**3 + _error_flops(m, n, work) + roots
 
 
 def _root_flops(outputs: int, inputs: int) -> float:
@@ -320,14 +359,15 @@ def _root_flops(outputs: int, inputs: int) -> float:
     return outputs**2 * inputs + outputs**3 / 3 + exact
 
 
-def _predicted_flops(entry: LayerPlan) -> float:
+def _predicted_flops(entry: LayerPlan, work: _Work) -> float:
     """Operations of the spectrum that tells what every rank of a layer loses."""
-    outputs, inputs = entry.out_features, entry.in_features
+    outputs, inputs = work.rows_of(entry), entry.in_features
     least = min(outputs, inputs)
     if least <= LARGE:
         return svd_flops(outputs, inputs)
-    roots = inputs**3 + outputs**3 + 4.0 * least**3
-    return roots + 2.0 * outputs * inputs * (inputs + outputs + least)
+    roots = inputs**3 + outputs**3 + (0.0 if work.is_width else 4.0) * least**3
+    condensing = entry.out_features * inputs**2 if outputs < entry.out_features else 0.0
+    return roots + condensing + 2.0 * outputs * inputs * (inputs + outputs + least)
 
 
 def _error_flops(outputs: int, inputs: int, work: _Work) -> float:

@@ -115,14 +115,17 @@ def fit_group(
         with torch.no_grad():
             fitted = [start_layer(*pair, dtype=dtype, factors=factors, seed=seed) for pair in pairs]
     else:
-        curvatures = inputs.moments("curvature", result.block) if moments else {}
+        kinds = ("curvature", "condensed") if moments else ()
+        measures = [inputs.moments(kind, result.block) for kind in kinds]
         layers = []
         for (entry, weight), measured in zip(pairs, moments or repeat(DATA_FREE), strict=False):
-            curvature = curvatures.get(entry.name)
-            if curvature is not None:
-                curvature = narrowed_curvature(entry, curvature, reductions)
+            facts: dict[str, Any] = {}
+            if not entry.is_plain:  # plain matrices are fitted by inputs alone
+                facts = {kind: of.get(entry.name) for kind, of in zip(kinds, measures, strict=True)}
+            if (curvature := facts.get("curvature")) is not None:
+                facts["curvature"] = narrowed_curvature(entry, curvature, reductions)
             lift = lift_of(entry, reductions, device)
-            layers.append(LayerToFit(entry, weight, measured, curvature, lift))
+            layers.append(LayerToFit(entry, weight, measured, lift=lift, **facts))
         roundings = inputs.roundings if moments else {}
         options: dict[str, Any] = {"dtype": dtype, "damping": inputs.damping}
         fitted = fit_layers(layers, factors=factors, roundings=roundings, **options)

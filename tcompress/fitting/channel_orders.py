@@ -167,6 +167,7 @@ class LayerStatistics:
     gram: Tensor  # G  # (in, in)
     mean: Tensor  # of the inputs  # (in,)
     curvature: Tensor | None = None  # S of the whole layer; None for the identity  # (out, out)
+    condensed: Tensor | None = None  # or its weight, condensed by S as damped  # (in, in)
     rows: int = 1
     bias: Tensor | None = None  # where channels are put in order  # (out,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain
 from math import isnan
@@ -97,6 +97,8 @@ class LayerToFit:
     weight: Tensor  # dense  # ([experts,] out, in)
     moments: Sequence[LayerMoments] = DATA_FREE  # of its input: one, or one per expert
     curvature: Tensor | None = None  # moments S of the gradients at its output  # (out, out)
+    condensed: Tensor | None = None  # weight condensed by them, in their place  # (in, in)
+    _: KW_ONLY
     lift: Tensor | None = None
     """From the inputs that are left to all, of which the moments are.  # ([experts,] in, left)."""
     is_judged: bool = False  # whether the loss of a fit on data is told, all outputs counting alike
@@ -183,6 +185,9 @@ class _Split:
         """Target of one summand: what the others leave over."""
         moments, curvature = self.moments, self.curvature
         lazy = len(self.terms) == 1 and not term.kind.reads_product
+        if lazy and moments is not None and (condensed := self.layer.condensed) is not None:
+            whole = Target(None, moments.gram, dense_weight=self.weight)
+            return replace(whole, condensed=condensed, cross=moments.cross)
         if lazy and moments is not None and moments.is_same:
             return Target.of_weight(self.weight, moments.gram, curvature=curvature)
         gram = None if moments is None else moments.gram

@@ -30,7 +30,7 @@ from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
 from tcompress.processes import by_first
 from tcompress.progress import Seconds
 
-KINDS = ("inputs", "curvature", "tokens", "channels")
+KINDS = ("inputs", "curvature", "condensed", "tokens", "channels")
 TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out
 
 _ANSWERS = TypeAdapter(dict[str, Plan])
@@ -99,8 +99,8 @@ class FitWorkplace(Workplace):
     def keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
         """Store what was measured of a block's layers, by name.
 
-        Moments of `inputs`, or of output gradients (`curvature`); what `tokens` are worth, by
-        name and batch; the order of `channels`.
+        Moments of `inputs`, or of output gradients (`curvature`), or weights `condensed` by these;
+        what `tokens` are worth, by name and batch; the order of `channels`.
         """
         (self._measured / kind).mkdir(exist_ok=True)
         tensors = {name: narrowed(item) for name, item in moments.items()}

@@ -140,6 +140,16 @@ class DampedMoments:
         return with_ridge(self.moments.gram, self.level)
 
     @property
+    def cross(self) -> Tensor | None:
+        """C, made anew each time; None where it is G.  # (d, d')."""
+        cross, lift = self.moments.cross, self.moments.lift
+        if self.is_same:
+            return None
+        return (
+            with_ridge(cross, self.level) if lift is None else cross + self.level * lift.to(cross)
+        )
+
+    @property
     def is_same(self) -> bool:
         """Tell whether C is G: the compressed model reads what the dense one does."""
         return self.lift is None and self.moments.cross is self.moments.gram
@@ -150,11 +160,9 @@ class DampedMoments:
         if self.moments.is_product:
             ridge = weight.double() if lift is None else weight.double() @ lift.to(cross)
             return cross[rows] + self.level * ridge
-        if self.is_same:  # W is what solves it: what is rounded away would come back
+        damped = self.cross
+        if damped is None:  # W is what solves it: what is rounded away would come back
             return weight.double() @ self.gram
-        damped = (
-            with_ridge(cross, self.level) if lift is None else cross + self.level * lift.to(cross)
-        )
         return product_with(damped, weight)
 
     def norm(self, weight: Tensor) -> float:
@@ -751,6 +759,61 @@ def fit_lowrank(
     return balanced(left, right)
 
 
+def condensed_weight(moment: Tensor, level: Tensor, weight: Tensor) -> Tensor:
+    """Condenses a weight to as many outputs as inputs, all of which count alike.
+
+    With S = K K^T it is R^T of W^T S W = R R^T: K^T W but for a rotation of the outputs, which no
+    loss depends on.
+
+    Args:
+        moment: W^T S W of S as measured, float64.  # (in, in)
+        level: Ridge on S.  # ()
+        weight: W  # (out, in)
+
+    Returns:
+        R^T, float64.  # (in, in)
+
+    Raises:
+        FitError: It is not finite.
+    """
+    total = moment.new_zeros(moment.shape)
+    add_gram(total, *multipliable(weight))
+    return safe_cholesky(total.mul_(level).add_(moment)).mT.contiguous()
+
+
+def fit_condensed(
+    condensed: Tensor, cross: Tensor | None, gram: Tensor, rank: int, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Fits A (out, r) and B (r, d), as `fit_lowrank` does, by a condensed weight R^T.
+
+    The right factor is that of the condensed weight, and A = W C B^T then. Without C it is G.
+    """
+    inputs = safe_cholesky(gram)
+    target = None if cross is None else product_with(cross, condensed)
+    rows = whitened(target, inputs, None, condensed.to(gram))
+    space = _leading_space(rows, rank)
+    if space is None:
+        space = leading_vectors(column_gram(rows), rank)
+    right = torch.linalg.solve_triangular(inputs.mT, space, upper=True)
+    read = inputs @ space if cross is None else cross.to(gram) @ right
+    return balanced(weight.to(gram) @ read, right.mT)
+
+
+def _leading_space(rows: Tensor, rank: int) -> Tensor | None:
+    """Finds the leading right singular vectors of large rows; nothing where float32 blurs them.
+
+    (rows, n) -> (n, rank), float64, the largest last
+    """
+    size = rows.abs().amax() if is_large(rows.mT) else rows.new_zeros(())
+    if not 0 < float(size) < inf:
+        return None
+    outliers, gram = _deflated((rows / size).float(), rank)
+    others = _vectors_in_float32(gram, rank - outliers.shape[1])
+    if others is None:
+        return None
+    return torch.linalg.qr(torch.cat([outliers, others], 1).double())[0].flip(1)
+
+
 def is_large(moment: Tensor) -> bool:
     """Tell whether float32 is worth its while: of one large matrix, on the CPU."""
     return moment.ndim == 2 and len(moment) > LARGE and moment.device.type == "cpu"
@@ -769,17 +832,19 @@ def keeps_in_float32(moment: Tensor) -> bool:
     return bool(values.amax() < _MOST_RATIO * others)
 
 
-def large_whitened(weight: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
+def large_whitened(weight: Tensor, gram: Tensor, curvature: Tensor | None) -> Tensor:
     """Returns K^T W L of large moments G = L L^T and S = K K^T, to float32, in float64.
 
     Both are as `keeps_in_float32` has them, and what is wanted of it are sums of squares.
     """
-    scales = [moment.diagonal().mean() for moment in (gram, curvature)]
-    pairs = zip((gram, curvature), scales, strict=True)
-    inputs, outputs = (safe_cholesky((moment / scale).float()) for moment, scale in pairs)
+    moments = [gram] if curvature is None else [gram, curvature]
+    scales = [moment.diagonal().mean() for moment in moments]
+    pairs = zip(moments, scales, strict=True)
+    inputs, *outputs = (safe_cholesky((moment / scale).float()) for moment, scale in pairs)
     size = weight.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
-    product = whitened(None, inputs, outputs, (weight / size).float()).double()
-    return product.mul_(size * (scales[0] * scales[1]).sqrt())
+    rows = (weight / size).float()
+    product = whitened(None, inputs, outputs[0] if outputs else None, rows).double()
+    return product.mul_(size * torch.stack(scales).prod().sqrt())
 
 
 def large_singular_values(matrix: Tensor) -> Tensor | None:
@@ -820,11 +885,9 @@ def _large_factors(
     narrow_root = safe_cholesky((curvature / scale).float())
     whitened_rows = transposed_product(narrow_root, (input_whitened / size).float())
     tall = len(input_whitened) >= input_whitened.shape[1]
-    outliers, gram = _deflated(whitened_rows if tall else whitened_rows.mT, rank)
-    others = _vectors_in_float32(gram, rank - outliers.shape[1])
-    if others is None:
+    space = _leading_space(whitened_rows if tall else whitened_rows.mT, rank)
+    if space is None:
         return None
-    space = torch.linalg.qr(torch.cat([outliers, others], 1).to(input_whitened))[0].flip(1)
     if tall:
         return input_whitened @ space, space.mT
     root = safe_cholesky(curvature)
@@ -866,7 +929,7 @@ def product_with(moment: Tensor, weight: Tensor) -> Tensor:
 
     (d, d'), (out, d) -> (out, d')
     """
-    if not is_large(moment) or len(weight) <= LARGE:
+    if not (is_large(moment) and is_large(moment.mT)) or len(weight) <= LARGE:
         return weight.double() @ moment
     scale = moment.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
     return (weight.float() @ (moment / scale).float()).double().mul_(scale)

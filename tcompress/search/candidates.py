@@ -9,24 +9,34 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import log
 from typing import Self
 
 import torch
+from torch import nn
 
 from tcompress.blockwise.streams import listed_item
 from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.fitting.workdir import FitWorkplace
+from tcompress.linalg.moments import LARGE
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
+from tcompress.planning.costs import STAND_IN, path_of
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
-from tcompress.planning.sites import Coupling, channels_left, couplings, roles_of, whole_heads
+from tcompress.planning.sites import (
+    Coupling,
+    channels_left,
+    couplings,
+    offered_by,
+    roles_of,
+    whole_heads,
+)
 from tcompress.progress import Progress
-from tcompress.roles import Attention, Block
-from tcompress.structures import structure
+from tcompress.roles import Attention, Block, Layer
+from tcompress.structures import Spec, structure, structures
 from tcompress.structures.modules.linear import PartLayout
 from tcompress.structures.width import plain_layout
 
@@ -61,6 +71,60 @@ def sizes_by_part(recipe: Convert, plan: Plan, source: SourceModel, tokens: int)
         and model.get_output_embeddings() is not None  # type: ignore[operator]
         and not any(listed_item(model, layer.name) for layer in roles_of(source).layers)
     )
+
+
+WIDEST = 4096  # inputs of a layer up to which `auto` offers structures whose fits take long
+
+
+def offered_in(
+    recipe: Convert, source: SourceModel, fraction: float, *, alone: bool = False
+) -> dict[str, tuple[Spec, ...]]:
+    """List what `auto` chooses among in a model, as `offered_by` does.
+
+    Fitted to data, sums of slices and low rank take twenty times as long as low rank in wide
+    layers, and are no faster: there they are on offer where they are asked for.
+    """
+    assert isinstance(recipe.method, AutoSpec)
+    widest = max((layer.in_features for layer in roles_of(source).layers), default=0)
+    fast = recipe.counts_time or (widest > WIDEST and not recipe.calibration.is_none)
+    return offered_by(recipe.method, fraction, timed=fast, alone=alone)
+
+
+CONDENSED = 2  # times as many outputs as inputs from which on W^T S W is measured in place of S
+
+
+def condensed_layers(recipe: Convert, plan: Plan, source: SourceModel) -> frozenset[str]:
+    """Name the layers of which W^T S W is measured in place of S, as in the running model.
+
+    It is the smaller one where a layer puts out far more than it reads, and passes compute what it
+    is summed up of anyway. Low rank and width need no more, but for the order of channels of
+    scores, and of those that are read.
+    """
+    method, roles = recipe.method, roles_of(source)
+    names: Iterable[str] = () if method is None else (method.name,)
+    if isinstance(method, AutoSpec):
+        names = offered_in(recipe, source, STAND_IN)
+    offered = (item for item in structures() if {*names} & {*item.spec.names()})
+    if any(item.reads_curvature for item in offered):
+        return frozenset()
+    ordered = set[Layer]()
+    for coupling in chain.from_iterable(map(couplings, roles.blocks)):
+        ordered |= {coupling.reader} if coupling.reader else {*coupling.layers}
+    entries = {path_of(source, entry): entry for entry in plan.layers}
+
+    def is_condensed(layer: Layer) -> bool:
+        entry = entries.get(layer.weight_name)
+        if entry is None or layer in ordered or len(layer.parts) > 1 or layer.calls > 1:
+            return False
+        terms = (term for part in entry.parts for term in part.terms)
+        return (
+            type(source.keymap.model.get_submodule(layer.name)) is nn.Linear
+            and layer.in_features > LARGE
+            and layer.out_features >= CONDENSED * layer.in_features
+            and not any(structure(term.structure).reads_curvature for term in terms)
+        )
+
+    return frozenset(layer.name for layer in roles.layers if is_condensed(layer))
 
 
 def _reads_text_alone(source: SourceModel) -> bool:

@@ -30,14 +30,14 @@ from tcompress.fitting.channel_orders import (
 from tcompress.fitting.layer_fits import CURVATURE_DAMPING, MORE_DATA, dense_matrix
 from tcompress.fitting.workdir import narrowed
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import naming, with_ridge
+from tcompress.linalg.moments import condensed_weight, naming, with_ridge
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.costs import Choice, path_of, plan_terms, term_cost, unit_of
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, site_of
-from tcompress.planning.sites import couplings, module_path, offered_by, roles_of, structure_of
+from tcompress.planning.sites import couplings, module_path, roles_of, structure_of
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import (
@@ -49,7 +49,9 @@ from tcompress.search.candidates import (
     Site,
     WidthSite,
     all_couplings,
+    condensed_layers,
     of_one_layer,
+    offered_in,
     width_sites,
 )
 from tcompress.search.corrections import (
@@ -111,7 +113,7 @@ class Predictor:
         method = recipe.with_target(None).method  # a tolerance is no option of any layer
         self.offers: Offers = {}
         if isinstance(method, AutoSpec):
-            self.offers = offered_by(method, self.fraction, timed=recipe.counts_time)
+            self.offers = offered_in(recipe, source, self.fraction)
         elif method is not None:
             self.offers = {structure_of(method).name: (method,)}
         sized = (entry for entry in plan.layers if entry.kind != "experts")
@@ -167,13 +169,19 @@ class Predictor:
         probes, progress = recipe.calibration.probes, inputs.progress
         batches = inputs.measured_data.fitted_batches * probes
         sampler, scratch = sampler_of(source, recipe.calibration.seed), inputs.workdir.scratch()
-        walk = BackwardWalk(source, batches, sampler, scratch, inputs.device)
+        condensed = condensed_layers(recipe, inputs.plan, source)
+        walk = BackwardWalk(source, batches, sampler, scratch, inputs.device, condensed)
         passes = 2 * len(roles_of(source).blocks)
         progress.stage("measuring what layers are worth", passes, "passes")
         for block, sums in walk.run(lambda name, way: progress.advance(1, f"{name} {way}")):
             planned = [layer for layer in block.layers if layer.name in self.entries]
             reached = [layer for layer in planned if sums[layer.name].rows]
-            self._keep_moments(block.name, {layer.name: sums[layer.name] for layer in reached})
+            small = {
+                name: self._condensed_weight(self.entries[name], sums[name])
+                for name in (layer.name for layer in reached if layer.name in condensed)
+            }
+            taken = {layer.name: sums[layer.name] for layer in reached}
+            self._keep_moments(block.name, taken, small)
             statistics, grams = {}, dict[tuple[int, bool], Tensor]()
             for layer in reached if recipe.by_loss or self.narrows else ():
                 entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
@@ -184,10 +192,12 @@ class Predictor:
                     with naming(f"layer `{entry.name}`", MORE_DATA):
                         grams[key] = read.moments(centred=entry.bias, last=last).gram
                 gram, mean, rows = grams[key], read.means[0], max(1, of_layer.rows // probes)
-                curvature = of_layer.curvature.total() / of_layer.rows
+                curvature = None
+                if layer.name not in small:
+                    curvature = of_layer.curvature.total() / of_layer.rows
                 stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)
                 bias = read_finite(*stored) if entry.bias and self.narrows else None
-                facts = (weight, gram, mean, curvature, rows, bias)
+                facts = (weight, gram, mean, curvature, small.get(layer.name), rows, bias)
                 statistics[layer] = LayerStatistics(entry, *facts)
             sums.clear()
             yield block, statistics
@@ -209,14 +219,32 @@ class Predictor:
             yield block, statistics
             progress.advance(1, block.name)
 
-    def _keep_moments(self, block: str, sums: dict[str, Sensitivity]) -> None:
+    def _condensed_weight(self, entry: LayerPlan, sums: Sensitivity) -> Tensor:
+        """Condense the weight of a layer by the moments of gradients that it sends back."""
+        weight = dense_matrix(self.inputs.source, entry, self.inputs.device)
+        moment = sums.curvature.total() / sums.rows
+        with naming(f"layer `{entry.name}`", MORE_DATA):
+            return narrowed(condensed_weight(moment, sums.ridge(CURVATURE_DAMPING), weight))
+
+    def _keep_moments(
+        self, block: str, sums: dict[str, Sensitivity], condensed: Mapping[str, Tensor]
+    ) -> None:
         """Keep what fits will need of a block's moments; `sums` are by name, and given up."""
         data, workdir = self.inputs.measured_data, self.inputs.workdir
         calibration = self.inputs.recipe.calibration
         if calibration.output_moments is not False:
             named = {self.entries[path].name: item for path, item in sums.items()}
-            curves = {n: narrowed(item.curvature.total() / item.rows) for n, item in named.items()}
+            # Plain matrices are fitted by inputs alone.
+            by_inputs = [*self.offers] == [NARROWING]
+            fitted = [p for p in sums if not (by_inputs and self.entries[p].is_plain)]
+            curves = {
+                self.entries[path].name: narrowed(sums[path].curvature.total() / sums[path].rows)
+                for path in fitted
+                if path not in condensed
+            }
             workdir.keep_moments("curvature", block, curves)
+            small = {self.entries[p].name: condensed[p] for p in fitted if p in condensed}
+            workdir.keep_moments("condensed", block, small)
             indices, weights = [*map(data.place, data.fitted)], dict[str, Tensor]()
             for name, item in named.items():
                 for batch, weight in item.weights.items():  # copies of a batch follow all batches
@@ -266,7 +294,7 @@ class Predictor:
         """List what a layer may become: beside others, and where all take one method."""
         inputs, recipe, budget = self.inputs, self.inputs.recipe, self.inputs.recipe.budget
         gram, curvature, rows = statistics.gram, statistics.curvature, statistics.rows
-        if curvature is None:  # every layer counts alike
+        if inputs.data is None:  # every layer counts alike
             energy = float(statistics.weight.double().square().sum()) or 1.0
             curvature = torch.eye(entry.out_features).to(gram) / energy
         else:
@@ -277,8 +305,11 @@ class Predictor:
             span = layer.rows_of(part)
             weight = statistics.weight[span].double()
             # The moments of inputs are damped, those of gradients are not.
-            curve = damped_curvature(curvature[span, span], CURVATURE_DAMPING)
-            target = Target.of_weight(weight, gram, curvature=curve)
+            if curvature is None:
+                target = Target(None, gram, dense_weight=weight, condensed=statistics.condensed)
+            else:
+                curve = damped_curvature(curvature[span, span], CURVATURE_DAMPING)
+                target = Target.of_weight(weight, gram, curvature=curve)
             # K^T W G L^-T is K^T W L here: its squares add up to what is lost without the layer.
             aim = target, float(target.whitened.square().sum())
             splits.append((site_of(block, layer, part), aim))
@@ -348,7 +379,7 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
             return False
         return True
 
-    offered = offered_by(recipe.method, fraction, timed=recipe.counts_time, alone=True).items()
+    offered = offered_in(recipe, source, fraction, alone=True).items()
     return {name: spec for name, specs in offered if (spec := next(filter(suits, specs), None))}
 
 

@@ -194,6 +194,9 @@ class Target:
     factors: Tensors = field(default_factory=dict)  # the shared ones, float64, fitted before
     operators: Mapping[Side, Any] = field(default_factory=dict)  # built transforms
     dense_weight: Tensor | None = None  # W, where the product is W G: not all need it  # (out, in)
+    condensed: Tensor | None = None
+    """In place of S: W with as many outputs as inputs, which all count alike.  # (in, in)"""
+    cross: Tensor | None = None  # C beside it, where that is not G  # (in, in)
 
     @classmethod
     def of_weight(cls, weight: Tensor, gram: Tensor, **others: Any) -> Target:
@@ -214,7 +217,7 @@ class Target:
             return self.cross_product
         assert self.dense_weight is not None
         assert self.gram is not None
-        return self.dense_weight @ self.gram
+        return self.dense_weight @ (self.gram if self.cross is None else self.cross)
 
     def aiming_at(self, product: Tensor, **changes: Any) -> Target:
         """Returns a target with another product, or with this one computed, and other changes."""
@@ -230,7 +233,10 @@ class Target:
 
     @cached_property
     def whitened(self) -> Tensor:
-        """K^T (W C) L^-T, of G = L L^T and S = K K^T: losses are plain sums of squares there."""
+        """K^T (W C) L^-T, of G = L L^T and S = K K^T: losses are plain sums of squares there.
+
+        Of a condensed weight, where C is G, it has other rows of the same products.
+        """
         from tcompress.linalg.moments import (
             keeps_in_float32,
             large_whitened,
@@ -238,13 +244,14 @@ class Target:
             whitened,
         )
 
-        assert self.curvature is not None
-        moments = self.full_gram(), self.curvature
-        weight = self.dense_weight if self.cross_product is None else None
-        if weight is not None and all(map(keeps_in_float32, moments)):
-            return large_whitened(weight, *moments)
-        inputs, outputs = map(safe_cholesky, moments)
-        return whitened(self.cross_product, inputs, outputs, self.dense_weight)
+        gram, curvature = self.full_gram(), self.curvature
+        moments = [gram] if curvature is None else [gram, curvature]
+        weight = self.dense_weight if self.condensed is None else self.condensed.to(gram)
+        if self.cross_product is None and all(map(keeps_in_float32, moments)):
+            assert weight is not None
+            return large_whitened(weight, gram, curvature)
+        inputs, *outputs = map(safe_cholesky, moments)
+        return whitened(self.cross_product, inputs, outputs[0] if outputs else None, weight)
 
     @cached_property
     def spectrum(self) -> Tensor:
@@ -301,6 +308,8 @@ class Structure(ABC, Generic[S, L]):
     streams are the same."""
     exact_losses: ClassVar[bool] = False
     """Whether `losses` are those of the fits themselves, to the rows that they are told of."""
+    reads_curvature: ClassVar[bool] = True
+    """Whether fits or predictions read S itself, and not at most K^T W."""
     sized_by_part: ClassVar[bool] = False
     """Whether sizes come out better by candidates fitted to a part of few samples."""
 

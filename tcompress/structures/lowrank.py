@@ -66,6 +66,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     saves_time = True
     exact_losses = True
     reads_product = False
+    reads_curvature = False
     sized_by_part = True
 
     def layout(self, spec: LowRankSpec, site: Site, budget: int | None = None) -> LowRankLayout:
@@ -91,10 +92,15 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
-        from tcompress.linalg.moments import fit_lowrank
+        from tcompress.linalg.moments import fit_condensed, fit_lowrank
 
-        moments = target.gram, layout.rank, target.curvature
-        a, b = fit_lowrank(target.cross_product, *moments, target.dense_weight)
+        gram, rank, weight = target.gram, layout.rank, target.dense_weight
+        if target.condensed is not None:
+            assert gram is not None
+            assert weight is not None
+            a, b = fit_condensed(target.condensed, target.cross, gram, rank, weight)
+        else:
+            a, b = fit_lowrank(target.cross_product, gram, rank, target.curvature, weight)
         return {"a": a, "b": b}
 
     def fit_cost(self, layout: LowRankLayout, *, calibrated: bool) -> FitCost:

@@ -64,6 +64,7 @@ class Width(Structure[WidthSpec, WidthLayout], RoundsInNorm):
     in_auto = True
     saves_time = True
     exact_losses = True
+    reads_curvature = False
 
     def layout(self, spec: WidthSpec, site: Site, budget: int | None = None) -> WidthLayout:
         return WidthLayout(**site.widths)

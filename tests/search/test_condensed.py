@@ -1,0 +1,166 @@
+"""Layers that put out far more than they read: K^T W, condensed, in place of moments S."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tcompress.blockwise.output_sampler import sampler_of
+from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity
+from tcompress.conversion.converter import convert
+from tcompress.linalg.fits import curved_loss
+from tcompress.linalg.moments import (
+    LARGE,
+    condensed_weight,
+    fit_condensed,
+    fit_lowrank,
+    product_with,
+    ridge_level,
+    with_ridge,
+)
+from tcompress.models import SourceModel
+from tcompress.options import Convert
+from tcompress.planning.planner import make_plan
+from tcompress.search import candidates
+from tcompress.search.candidates import WIDEST, condensed_layers, offered_in
+from tcompress.structures import Target
+from tests.support.conversions import calibration
+
+WAYS: dict[str, dict[str, Any]] = {
+    "svd": {"method": {"name": "svd"}, "target": 0.4},
+    "width": {"method": {"name": "width"}, "target": 0.5},
+    "both": {"method": {"name": "auto", "offer": ["svd", "width"]}, "target": 0.4},
+}
+CPU = torch.device("cpu")
+
+
+def _moments(width: int, generator: torch.Generator) -> torch.Tensor:
+    rows = torch.randn(3 * width, width, dtype=torch.float64, generator=generator)
+    rows *= torch.logspace(0, -1.5, width, dtype=torch.float64)
+    return rows.mT @ rows / len(rows)
+
+
+@pytest.mark.parametrize("inputs", [40, LARGE + 8])
+@pytest.mark.parametrize("same", [True, False])
+def test_predicts_and_fits_as_moments_of_outputs_do(inputs: int, same: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = 2 * inputs + 3
+    weight = torch.randn(outputs, inputs, dtype=torch.float64, generator=generator)
+    gram, measured = _moments(inputs, generator), _moments(outputs, generator)
+    gram = with_ridge(gram, 0.1 * gram.diagonal().mean())
+    level = ridge_level(measured, 0.05)
+    curvature = with_ridge(measured, level)
+    small = condensed_weight(weight.mT @ measured @ weight, level, weight)
+    assert torch.allclose(small.mT @ small, weight.mT @ curvature @ weight, rtol=1e-6, atol=1e-4)
+
+    whole = Target.of_weight(weight, gram, curvature=curvature)
+    condensed = Target(None, gram, dense_weight=weight, condensed=small)
+    spectra = whole.spectrum, condensed.spectrum
+    assert torch.allclose(*spectra, rtol=1e-4, atol=1e-5 * float(spectra[0][0]))
+
+    drift = torch.randn(gram.shape, dtype=torch.float64, generator=generator) / inputs**0.5
+    cross = None if same else gram + 0.02 * gram.diagonal().mean() * drift
+    product = weight @ (gram if cross is None else cross)
+    constant = float((curvature @ weight).mul(product).sum())
+    for rank in (inputs // 8, inputs // 2):
+        target = None if same else product
+        fits = [
+            fit_lowrank(target, gram, rank, curvature, weight),
+            fit_condensed(small.float(), cross, gram, rank, weight),
+        ]
+        lost = [float(curved_loss(a @ b, product, gram, curvature)) for a, b in fits]
+        assert lost[1] == pytest.approx(lost[0], abs=1e-6 * constant)
+
+
+def test_no_channels_that_are_left_are_no_error() -> None:
+    cross, weight = torch.zeros(LARGE + 1, 0).double(), torch.ones(LARGE + 1, LARGE + 1)
+    assert product_with(cross, weight).shape == (LARGE + 1, 0)
+
+
+@pytest.fixture
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Condense layers as small as those of tiny models."""
+    monkeypatch.setattr(candidates, "LARGE", 8)
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.parametrize(
+    ("family", "changes", "roles"),
+    [
+        ("llama", WAYS["svd"], {"gate", "up"}),
+        ("llama", WAYS["both"], {"gate", "up"}),
+        ("bert", WAYS["svd"], {"up"}),
+        ("phi3", WAYS["svd"], set()),  # one layer for both
+        ("llama", {"method": {"name": "lprod", "p": 4}, "target": 0.4}, set()),
+        ("llama", {"method": {"name": "auto"}, "target": 0.4}, set()),  # slices are on offer
+        ("llama", {**WAYS["svd"], "layers": [{"match": "gate", "method": {"name": "tt"}}]}, {"up"}),
+    ],
+)
+def test_which_layers(
+    sources: Callable[[str], SourceModel], family: str, changes: dict[str, Any], roles: set[str]
+) -> None:
+    source, recipe = sources(family), Convert.model_validate(changes)
+    names = condensed_layers(recipe, make_plan(recipe, source), source)
+    plan = make_plan(recipe, source)
+    assert {entry.role for entry in plan.layers if entry.name in names} == roles
+
+
+def test_slices_are_left_out_of_wide_models_with_data(
+    sources: Callable[[str], SourceModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sources("llama")
+    auto = {"method": {"name": "auto"}, "target": 0.4}
+    free = Convert.model_validate({**auto, "calibration": {"source": "none"}})
+    recipe = Convert.model_validate(auto)
+    asked = Convert.model_validate({**auto, "method": {"name": "auto", "offer": ["lprod"]}})
+    assert [*offered_in(recipe, source, 0.25)] == ["svd", "lprod", "width"]
+    monkeypatch.setattr(candidates, "WIDEST", 8)
+    assert [*offered_in(recipe, source, 0.25)] == ["svd", "width"]
+    assert [*offered_in(free, source, 0.25)] == ["svd", "lprod", "width"]
+    assert [*offered_in(asked, source, 0.25)] == ["lprod"]
+    assert WIDEST >= 4 * 1024  # of what was measured with them, the widest: BERT-large
+
+
+def test_gradients_that_a_layer_alone_sends_back(
+    sources: Callable[[str], SourceModel], tmp_path: Path
+) -> None:
+    """Of two layers that read one tensor, each has its own."""
+    source, data = sources("llama"), calibration("llama")
+    sampler = sampler_of(source)
+    names = ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]
+    found = list[dict[str, Sensitivity]]()
+    for condensed in ([], names):
+        walk = BackwardWalk(source, data.batches, sampler, tmp_path, CPU, condensed)
+        _, sums = next(walk.run())
+        found.append(sums)
+    for name in names:
+        whole, small = (sums[name] for sums in found)
+        weight = source.keymap.sources(f"{name}.weight").keys[0]
+        matrix = source.store.tensor(weight).double()
+        expected = matrix.mT @ whole.curvature.total() @ matrix
+        assert torch.allclose(small.curvature.total(), expected, rtol=1e-4, atol=1e-12)
+        mean = whole.curvature.total().diagonal().mean() / whole.rows
+        assert float(small.ridge(0.05)) == pytest.approx(0.05 * float(mean))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("way", WAYS)
+def test_conversions_are_the_same(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A model comes out alike whichever of both is measured."""
+    recipe = Convert.model_validate(WAYS[way])
+    plans = []
+    for limit in (LARGE, 8):
+        monkeypatch.setattr(candidates, "LARGE", limit)
+        data = calibration("llama")
+        done = convert(str(tiny("llama")), recipe, tmp_path / str(limit), data=data)
+        plans.append(done.manifest)
+    first, second = (manifest.plan for manifest in plans)
+    assert first.parameters == second.parameters
+    errors = [manifest.fit for manifest in plans]
+    assert errors[0].keys() == errors[1].keys()
+    for name, of_layer in errors[0].items():
+        assert errors[1][name] == pytest.approx(of_layer, rel=1e-4)

@@ -340,7 +340,8 @@ class _Watch:
                 hook, module = partial(self._ran, layer), self.module.get_submodule(path)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
                 if layer.name in self.condensed:
-                    hooks.enter_context(module.register_forward_pre_hook(_with_own_input))
+                    handle = module.register_forward_pre_hook(_with_own_input, with_kwargs=True)
+                    hooks.enter_context(handle)
             for run in total.runs():
                 self._sums = {layer.name: self._empty(layer) for layer in self.layers}
                 for index in processes.batches_of(run, batches):
@@ -399,10 +400,12 @@ class _Watch:
         self._sums[layer].add(of_layer, gradient, self._index, weighed=self.weighed)
 
 
-def _with_own_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_own_input(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Let a module read a tensor of its own: the gradient there is what it alone sends back."""
-    read, *others = args
-    return read.view_as(read).requires_grad_(), *others
+    read = first_tensor(*args, **kwargs)
+    alias = read.view_as(read).requires_grad_()
+    arguments = {key: alias if value is read else value for key, value in kwargs.items()}
+    return tuple(alias if value is read else value for value in args), arguments
 
 
 def merged(total: dict[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:

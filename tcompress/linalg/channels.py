@@ -11,6 +11,7 @@ from tcompress.linalg.fits import diagonal_blocks
 from tcompress.linalg.moments import balanced, safe_cholesky
 
 _GROUP, _POOL = 64, 4  # neurons taken between two updates of all others; how many times as many vie
+_MOST_GROUPS = 64  # else they are larger: an update reads and writes all moments
 _LARGE, _DENSE = 2048, 0.75  # neurons; the share of them below which matrices are cut down
 _FLOOR = 1e-9  # of a neuron's own variance: what is left below it tells nothing
 
@@ -53,7 +54,7 @@ def order_neurons(gram: Tensor, target: Tensor, constant: float) -> NeuronOrder:
         variance = gram.diagonal()
         gain = target.square().sum(0) / variance.clamp_min(torch.finfo(gram.dtype).tiny)
         gain = torch.where(left & (variance > least), gain, torch.where(left, -1.0, -2.0))
-        size = min(_GROUP, int(left.sum()))
+        size = min(max(_GROUP, count // _MOST_GROUPS), int(left.sum()))
         pool = gain.topk(min(_POOL * size, int(left.sum()))).indices
         chosen, found = _pivots(gram[pool][:, pool], target[:, pool], least[pool], size)
         taken = pool[chosen]
@@ -63,9 +64,12 @@ def order_neurons(gram: Tensor, target: Tensor, constant: float) -> NeuronOrder:
         root = safe_cholesky(gram[taken][:, taken])
         columns = torch.linalg.solve_triangular(root, gram[taken], upper=False)  # (g, f)
         yields = torch.linalg.solve_triangular(root, target[:, taken].mT, upper=False)  # (g, m)
-        for part in (slice(first, first + _LARGE) for first in range(0, len(gram), _LARGE)):
-            gram[part] -= columns[:, part].mT @ columns
-        target -= yields.mT @ columns
+        if len(gram) < _LARGE:
+            gram -= columns.mT @ columns
+            target -= yields.mT @ columns
+        else:  # without a product as large beside it
+            gram.addmm_(columns.mT, columns, alpha=-1)
+            target.addmm_(yields.mT, columns, alpha=-1)
     losses = constant - torch.cat([gains[0].new_zeros(1), *gains]).cumsum(0)
     return NeuronOrder(torch.cat(order), losses.clamp_min(0).cummin(0).values)
 

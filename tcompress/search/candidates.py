@@ -105,7 +105,7 @@ def condensed_layers(recipe: Convert, plan: Plan, source: SourceModel) -> frozen
     if isinstance(method, AutoSpec):
         names = offered_in(recipe, source, STAND_IN)
     offered = (item for item in structures() if {*names} & {*item.spec.names()})
-    if any(item.reads_curvature for item in offered):
+    if recipe.residual_rank or any(item.reads_curvature for item in offered):
         return frozenset()
     ordered = set[Layer]()
     for coupling in chain.from_iterable(map(couplings, roles.blocks)):

@@ -97,6 +97,10 @@ def test_conversions(name: str, there: Callable[..., Any], tmp_path: Path) -> No
     _assert_same(there(work.converted, CONVERSIONS[name][0], tmp_path, CONVERSIONS[name][1]))
 
 
+def test_condensed_weights(there: Callable[..., Any], tmp_path: Path) -> None:
+    _assert_same(there(work.converted_condensed, tmp_path))
+
+
 def test_a_conversion_that_was_stopped(there: Callable[..., Any], tmp_path: Path) -> None:
     _assert_same(there(work.converted_again, tmp_path))
 

@@ -14,6 +14,7 @@ many as their model makes of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -27,7 +28,7 @@ from tcompress.blockwise.streams import room_on
 from tcompress.conversion.model_fits import TRIAL_SAMPLES, Conversion
 from tcompress.conversion.outputs import groups_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS, most_tokens, scores_of
-from tcompress.errors import DiskError
+from tcompress.errors import DiskError, TCompressError
 from tcompress.files import free_bytes
 from tcompress.fitting.block_rewrite import Group, outputs_stand_for_input
 from tcompress.hf.opening import has_bfloat16_tiles, multiplies_bfloat16, pick_device
@@ -39,6 +40,7 @@ from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, path_of, weight_bytes
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
@@ -228,7 +230,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     random = 0 if source.seed is None else source.store.total_bytes  # all at once
     work = _Work.of(plan, source, recipe)
     source, groups = work.source, groups_of(plan.layers)
-    fits, orders = [_fit_cost(group, work) for group in groups], [*_orders(work)]
+    fits, orders = _fit_costs(plan, work), [*_orders(work)]
     shared, tables = [*_shared(work)], (44 * entry.dense_parameters for entry in plan.embeddings)
     beside = [*shared, _dropping(work), *(FitCost(0.0, size) for size in tables)]
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
@@ -245,10 +247,12 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
             memory = max(memory, statistics.bytes)
             walks = 3 + recipe.by_loss
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
-            tried = min(len(offered_in(recipe, source, STAND_IN, alone=True)), _TRIED)
             part = min(1.0, TRIAL_SAMPLES / max(1, work.samples))
-            # What was fitted to all of the data is taken as it is.
-            flops += (tried + (part < 1)) * (sum(fit.flops for fit in fits) + part * walk.flops)
+            tried = [_fit_costs(alone, work) for alone in [*_plans_alone(work).values()][:_TRIED]]
+            if part < 1:  # else what is fitted is taken as it is
+                tried.append(fits)
+            flops += sum(fit.flops for of_plan in tried for fit in of_plan)
+            flops += len(tried) * part * walk.flops
         flops += walk.flops
         if work.weighs or shared:
             flops += statistics.flops
@@ -256,7 +260,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     flops += sum(cost.flops for cost in beside)
     if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
-    candidates, flops_alone = _tried_alone(work, [*zip(groups, fits, strict=True)])
+    candidates, flops_alone = _tried_alone(work)
     disk, scratch = disk_bytes(source, plan, recipe.dtype), _scratch(work)
     read = source.store.total_bytes * (1 + walks)
     moved = (read + 2 * scratch + disk) / _DISK_SPEED
@@ -270,7 +274,20 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     )
 
 
-def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[int, float]:
+def _plans_alone(work: _Work) -> dict[str, Plan]:
+    """Plan the model by each method that is on offer, where one can take all layers."""
+    recipe, source, plan = work.recipe, work.source, work.plan
+    if not isinstance(recipe.method, AutoSpec) or plan.depth is not None:
+        return {recipe.label: plan}
+    plans = {}
+    for name, specs in offered_in(recipe, source, STAND_IN, alone=True).items():
+        plans[name] = plan
+        with suppress(TCompressError):
+            plans[name] = make_plan(recipe.model_copy(update={"method": specs[0]}), source)
+    return plans
+
+
+def _tried_alone(work: _Work) -> tuple[int, float]:
     """Number of candidates that are tried in the dense model, and their operations.
 
     They are fitted to some samples, whose moments are summed up for each, and all that comes after
@@ -293,6 +310,11 @@ def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[in
     judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(work.samples * data.holdout))))
     some = some_of([block.name for block in reversed(work.blocks)])
     flops += 2.0 * work.pass_share * fitted * sum(work.block_sizes.values())  # as it is, once
+    fits = [
+        (group[0], fit.flops)
+        for plan in _plans_alone(work).values()
+        for group, fit in zip(groups_of(plan.layers), _fit_costs(plan, work), strict=True)
+    ]
     after = 0  # parameters of the blocks behind
     for block in reversed(roles.blocks):
         size = _parameters(model.get_submodule(block.name))
@@ -301,12 +323,16 @@ def _tried_alone(work: _Work, fits: Sequence[tuple[Group, FitCost]]) -> tuple[in
             passed = work.pass_share * (REFITTED * size * fitted + (size + after) * judged)
             candidates += count
             flops += 2.0 * count * (passed + work.head_parameters * judged)
-            for group, fit in fits:
-                if module_path(source, group[0].block) == block.name:
-                    summed = work.sum_share * fitted * float(group[0].in_features) ** 2
-                    flops += len(names) * (summed + fit.flops)
+            for first, of_group in fits:
+                if module_path(source, first.block) == block.name:
+                    flops += work.sum_share * fitted * float(first.in_features) ** 2 + of_group
         after += size
     return candidates, flops
+
+
+def _fit_costs(plan: Plan, work: _Work) -> list[FitCost]:
+    """Costs of the fits of all groups of layers of a plan."""
+    return [_fit_cost(group, work) for group in groups_of(plan.layers)]
 
 
 def _fit_cost(group: Group, work: _Work) -> FitCost:
@@ -365,9 +391,12 @@ def _predicted_flops(entry: LayerPlan, work: _Work) -> float:
     least = min(outputs, inputs)
     if least <= LARGE:
         return svd_flops(outputs, inputs)
-    roots = inputs**3 + outputs**3 + (0.0 if work.is_width else 4.0) * least**3
-    condensing = entry.out_features * inputs**2 if outputs < entry.out_features else 0.0
-    return roots + condensing + 2.0 * outputs * inputs * (inputs + outputs + least)
+    flops = (inputs**3 + outputs**3) / 2 + outputs * inputs * (inputs + outputs)
+    if not work.is_width:  # all singular values
+        flops += 10.0 * least**3 + outputs * inputs * least
+    if outputs < entry.out_features:  # it is condensed, in float64
+        flops += entry.out_features * inputs**2 + inputs**3
+    return flops
 
 
 def _error_flops(outputs: int, inputs: int, work: _Work) -> float:
@@ -521,13 +550,13 @@ def _speed(device: str) -> float:
 
 @cache
 def product_speed() -> float:
-    """Time products of matrices in float32 on the CPU, which takes some hundredths of a second.
+    """Time products of matrices in float32 on the CPU, which takes some tenths of a second.
 
     Returns operations in a second, of all threads.
     """
     size, seconds = 1024, inf
     matrix = torch.ones(size, size)
-    for _ in range(8):  # the first one starts threads, and other programs interrupt some
+    for _ in range(16):  # the first one starts threads, and other programs interrupt some
         start = perf_counter()
         matrix @ matrix
         seconds = min(seconds, perf_counter() - start)

@@ -697,8 +697,8 @@ def _vectors_in_float32(gram: Tensor, rank: int) -> Tensor | None:
     scale = gram.diagonal().mean()
     if bool(scale > 0):
         narrow, products = (gram / scale).float(), len(gram) > _HUGE and _SHARE * rank <= len(gram)
-        found = _largest_by_products(narrow, rank) if products else None
-        values, vectors = found or _largest(narrow, rank)
+        pairs = _largest_by_products(narrow, rank) if products else None
+        values, vectors = pairs or _largest(narrow, rank)
         if vectors is not None and values is not None and values[0] > _LEAST_RATIO * values[-1]:
             return vectors.flip(1)
     return None

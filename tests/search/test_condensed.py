@@ -145,6 +145,19 @@ def test_gradients_that_a_layer_alone_sends_back(
         assert float(small.ridge(0.05)) == pytest.approx(0.05 * float(mean))
 
 
+def test_sums_of_runs_are_those_of_all_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [[torch.randn(5, size, generator=generator) for size in (3, 7, 3)] for _ in range(2)]
+    whole, *parts = (Sensitivity(3, 7, CPU, condensed=True) for _ in range(3))
+    for part, (x, gradient, returned) in zip(parts, batches, strict=True):
+        for sums in (whole, part):
+            sums.add(x, gradient)
+            sums.add_returned(returned)
+    total = parts[0].merge(parts[1])
+    assert torch.allclose(total.curvature.total(), whole.curvature.total())
+    assert float(total.ridge(0.1)) == pytest.approx(float(whole.ridge(0.1)))
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("way", WAYS)
 def test_conversions_are_the_same(

@@ -76,6 +76,12 @@ def converted(family: str, folder: Path, changes: dict[str, Any]) -> Compared:
     return _compared(made, counts)
 
 
+def converted_condensed(folder: Path) -> Compared:
+    """The same by weights that are condensed, as those of large layers are."""
+    with patch("tcompress.search.candidates.LARGE", 8):
+        return converted("llama", folder, {"option": "svd", "aware": True})
+
+
 def _compared(made: list[Made], counts: list[int]) -> Compared:
     one, two = (outputs(own.load(), own.inputs()) for own in made)
     return Compared([_facts(own.plan) for own in made], distance(one, two), counts)

@@ -340,7 +340,7 @@ class _Watch:
                 hook, module = partial(self._ran, layer), self.module.get_submodule(path)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
                 if layer.name in self.condensed:
-                    handle = module.register_forward_pre_hook(_with_own_input, with_kwargs=True)
+                    handle = module.register_forward_pre_hook(_with_alias, with_kwargs=True)
                     hooks.enter_context(handle)
             for run in total.runs():
                 self._sums = {layer.name: self._empty(layer) for layer in self.layers}
@@ -400,7 +400,7 @@ class _Watch:
         self._sums[layer].add(of_layer, gradient, self._index, weighed=self.weighed)
 
 
-def _with_own_input(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_alias(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Let a module read a tensor of its own: the gradient there is what it alone sends back."""
     read = first_tensor(*args, **kwargs)
     alias = read.view_as(read).requires_grad_()

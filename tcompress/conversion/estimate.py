@@ -45,7 +45,7 @@ from tcompress.planning.sites import couplings, module_path, offered_by, roles_o
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import SHARE, condensed_layers, offered_in, sizes_by_part
-from tcompress.search.corrections import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
+from tcompress.search.corrections import FITTED, count_of, judged_step, some_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
 from tcompress.structures.base import (
     SIDES,
@@ -307,8 +307,11 @@ def _tried_alone(work: _Work) -> tuple[int, float]:
     attentions = attentions_of(model, roles)
     text = _tokens(data)
     fitted = min(work.tried_tokens, text * min(FITTED, round(work.samples * (1 - data.holdout))))
-    judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(work.samples * data.holdout))))
     some = some_of([block.name for block in reversed(work.blocks)])
+    tried = [block for block in reversed(roles.blocks) if block.name in some]
+    counts = {block.name: count_of(block, names, fraction, attentions) for block in tried}
+    candidates, samples = sum(counts.values()), max(1, round(work.samples * data.holdout))
+    judged = text * samples / judged_step(source, samples, text * samples, candidates + 1)
     flops += 2.0 * work.pass_share * fitted * sum(work.block_sizes.values())  # as it is, once
     fits = [
         (group[0], fit.flops)
@@ -318,10 +321,8 @@ def _tried_alone(work: _Work) -> tuple[int, float]:
     after = 0  # parameters of the blocks behind
     for block in reversed(roles.blocks):
         size = _parameters(model.get_submodule(block.name))
-        if block.name in some:
-            count = count_of(block, names, fraction, attentions)
+        if count := counts.get(block.name, 0):
             passed = work.pass_share * (REFITTED * size * fitted + (size + after) * judged)
-            candidates += count
             flops += 2.0 * count * (passed + work.head_parameters * judged)
             for first, of_group in fits:
                 if module_path(source, first.block) == block.name:

@@ -147,9 +147,7 @@ def judged_batches(
     uncut = [*map(sampler.with_variants, batches)]
     samples = sum(map(samples_in, uncut))
     tokens = sum(tokens_of(next(iter(batch.values()))) for batch in uncut)
-    width = getattr(source.config.get_text_config(), "hidden_size", 0) or 1
-    limit = min(JUDGED_TOKENS, MOST_BYTES / (4 * width * passes))
-    step = max(1, round(max(samples / JUDGED, tokens / limit)))
+    step = judged_step(source, samples, tokens, passes)
     cut = list[Mapping[str, Tensor]]()
     first = min(step // 2, sum(map(samples_in, batches)) - 1)  # to be judged by, of a batch
     for batch in batches:
@@ -159,6 +157,13 @@ def judged_batches(
             cut.append(sampler.with_variants(chosen))
         first = (first - size) % step if first < size else first - size
     return cut
+
+
+def judged_step(source: SourceModel, samples: int, tokens: int, passes: int) -> int:
+    """Of how many samples one judges candidates: of so many, with so many tokens, in all passes."""
+    width = getattr(source.config.get_text_config(), "hidden_size", 0) or 1
+    limit = min(JUDGED_TOKENS, MOST_BYTES / (4 * width * passes))
+    return max(1, round(max(samples / JUDGED, tokens / limit)))
 
 
 def tokens_of(value: Tensor) -> int:

@@ -99,7 +99,7 @@ class Sensitivity:
             rows = x.float()  # one copy, where sums are of pairs of rows
             self.inputs.add(rows, rows, weights)
         if self._condensed:
-            self._squares += float(gradient.square().sum(dtype=torch.float64))
+            self._squares += float(gradient.double().square().sum())
         else:
             self._add_products(gradient)
         if weights is not None:

@@ -44,7 +44,13 @@ from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
-from tcompress.search.candidates import SHARE, condensed_layers, offered_in, sizes_by_part
+from tcompress.search.candidates import (
+    SHARE,
+    condensed_layers,
+    names_offered,
+    offered_in,
+    sizes_by_part,
+)
 from tcompress.search.corrections import FITTED, count_of, judged_step, some_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
 from tcompress.structures.base import (
@@ -152,16 +158,33 @@ class _Work:
         read = self.recipe.calibration.output_moments is not False
         return self.weighs and read and not self.is_width
 
-    @property
+    @cached_property
     def is_width(self) -> bool:
-        """True where layers become narrower and nothing else."""
-        return self.recipe.method is not None and self.recipe.method.name == NARROWING
+        """True where layers become narrower and nothing else, but by rules."""
+        return names_offered(self.recipe, self.source) == (NARROWING,)
 
     @cached_property
     def condensed(self) -> frozenset[str]:
         """Weights of layers with moments of gradients at their inputs, by name in the model."""
+        if not self.weighs:
+            return frozenset()
         names = condensed_layers(self.recipe, self.plan, self.source)
         return frozenset(f"{name}.weight" for name in names)
+
+    @cached_property
+    def alone(self) -> list[list[tuple[Group, FitCost]]]:
+        """Fits of all layers by each method on offer; where one cannot take them, as planned."""
+        recipe, plans = self.recipe, [self.plan]
+        if isinstance(recipe.method, AutoSpec):
+            offered = offered_in(recipe, self.source, STAND_IN, alone=True)
+            plans *= len(offered)
+            for index, (spec, *_) in enumerate(offered.values() if self.plan.depth is None else ()):
+                with suppress(TCompressError):
+                    sized = recipe.with_target(STAND_IN, spec)
+                    plans[index] = make_plan(sized, self.source)
+        return [
+            [(group, _fit_cost(group, self)) for group in groups_of(plan.layers)] for plan in plans
+        ]
 
     def rows_of(self, entry: LayerPlan) -> int:
         """Outputs of a layer, or as many as its weight is condensed to."""
@@ -230,7 +253,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     random = 0 if source.seed is None else source.store.total_bytes  # all at once
     work = _Work.of(plan, source, recipe)
     source, groups = work.source, groups_of(plan.layers)
-    fits, orders = _fit_costs(plan, work), [*_orders(work)]
+    fits, orders = [_fit_cost(group, work) for group in groups], [*_orders(work)]
     shared, tables = [*_shared(work)], (44 * entry.dense_parameters for entry in plan.embeddings)
     beside = [*shared, _dropping(work), *(FitCost(0.0, size) for size in tables)]
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
@@ -248,10 +271,9 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
             walks = 3 + recipe.by_loss
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
             part = min(1.0, TRIAL_SAMPLES / max(1, work.samples))
-            tried = [_fit_costs(alone, work) for alone in [*_plans_alone(work).values()][:_TRIED]]
-            if part < 1:  # else what is fitted is taken as it is
-                tried.append(fits)
-            flops += sum(fit.flops for of_plan in tried for fit in of_plan)
+            tried = [[*zip(groups, fits, strict=True)]] * (part < 1)  # else it is taken as it is
+            tried += work.alone[:_TRIED]
+            flops += sum(fit.flops for of_plan in tried for _, fit in of_plan)
             flops += len(tried) * part * walk.flops
         flops += walk.flops
         if work.weighs or shared:
@@ -272,19 +294,6 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         read_bytes=read,
         candidates=candidates,
     )
-
-
-def _plans_alone(work: _Work) -> dict[str, Plan]:
-    """Plan the model by each method that is on offer, where one can take all layers."""
-    recipe, source, plan = work.recipe, work.source, work.plan
-    if not isinstance(recipe.method, AutoSpec) or plan.depth is not None:
-        return {recipe.label: plan}
-    plans = {}
-    for name, specs in offered_in(recipe, source, STAND_IN, alone=True).items():
-        plans[name] = plan
-        with suppress(TCompressError):
-            plans[name] = make_plan(recipe.model_copy(update={"method": specs[0]}), source)
-    return plans
 
 
 def _tried_alone(work: _Work) -> tuple[int, float]:
@@ -313,27 +322,17 @@ def _tried_alone(work: _Work) -> tuple[int, float]:
     candidates, samples = sum(counts.values()), max(1, round(work.samples * data.holdout))
     judged = text * samples / judged_step(source, samples, text * samples, candidates + 1)
     flops += 2.0 * work.pass_share * fitted * sum(work.block_sizes.values())  # as it is, once
-    fits = [
-        (group[0], fit.flops)
-        for plan in _plans_alone(work).values()
-        for group, fit in zip(groups_of(plan.layers), _fit_costs(plan, work), strict=True)
-    ]
     after = 0  # parameters of the blocks behind
     for block in reversed(roles.blocks):
         size = _parameters(model.get_submodule(block.name))
         if count := counts.get(block.name, 0):
             passed = work.pass_share * (REFITTED * size * fitted + (size + after) * judged)
             flops += 2.0 * count * (passed + work.head_parameters * judged)
-            for first, of_group in fits:
+            for [first, *_], fit in chain(*work.alone):
                 if module_path(source, first.block) == block.name:
-                    flops += work.sum_share * fitted * float(first.in_features) ** 2 + of_group
+                    flops += work.sum_share * fitted * float(first.in_features) ** 2 + fit.flops
         after += size
     return candidates, flops
-
-
-def _fit_costs(plan: Plan, work: _Work) -> list[FitCost]:
-    """Costs of the fits of all groups of layers of a plan."""
-    return [_fit_cost(group, work) for group in groups_of(plan.layers)]
 
 
 def _fit_cost(group: Group, work: _Work) -> FitCost:
@@ -372,7 +371,7 @@ def _fitted_flops(entry: LayerPlan, layout: Layout, group: Group, work: _Work) -
     """
     m, n = layout.out_features, layout.in_features
     products, rows = 4.0 if outputs_stand_for_input(group) else 6.0, m
-    if not layout.is_plain:
+    if work.keeps_gradients and not layout.is_plain:
         rows = min(m, work.rows_of(entry))
     roots = _root_flops(m, n) if work.keeps_gradients and rows == m else 0.0
     return products * rows * n * n + n**3 + _error_flops(m, n, work) + roots
@@ -463,12 +462,12 @@ def _moments_memory(group: Group, work: _Work) -> int:
     some rows of both streams; then G damped, and two more while it is factored. Moments of
     gradients are read one by one.
     """
-    first, widest = group[0], max(entry.out_features for entry in group)
+    first, widest = group[0], max(map(work.rows_of, group))
     is_wide = first.in_features >= WIDE
     rows, sums = int(8 * _rows_kept(work)) if is_wide else 0, 16 if is_wide else 48
     if outputs_stand_for_input(group):
         sums = 8 + 8 * first.out_features // first.in_features
-    curvature = sum(4 * entry.out_features**2 for entry in group) + 24 * widest**2
+    curvature = sum(4 * work.rows_of(entry) ** 2 for entry in group) + 24 * widest**2
     curvature *= work.keeps_gradients
     size = (sums + 24) * first.in_features + rows
     return size * first.in_features * first.copies + curvature

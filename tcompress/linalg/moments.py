@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import acosh, inf, isfinite, log
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -27,10 +27,6 @@ _LEAST_RATIO = 1e-4  # of an eigenvalue to the largest one: float32 would blur s
 _MOST_RATIO = 1e5  # of the largest eigenvalue to the mean of others: factors lose small ones beside
 _MOST_OUTLIERS, _FAR_ABOVE = 32, 100.0  # eigenvalues that are taken out, times the others' mean
 _ITERATIONS, _STAGES = 8, 3  # that find them, and how often that is done
-_HUGE, _SHARE = 2048, 5  # rows beyond which products find a fifth of the vectors the fastest
-_SPARE, _ROUNDS = 4, 8  # one more vector for so many wanted, and how often they are improved
-_DEGREES, _RAISED = (3, 8), 1e3  # of polynomials, and what float32 tells apart of what they raise
-_MISSED = 3e-5  # of the energy that the best vectors leave: as much may still be to come
 ROWS_AT_ONCE = 2048  # whose products are added at a time
 _PAIRS = (0, 0), (1, 0), (1, 1)  # whose moments are taken: 0 is x', 1 is x
 WIDE = 2048  # inputs from which errors are told by rows: what no fit depends on is not summed up
@@ -696,67 +692,10 @@ def _vectors_in_float32(gram: Tensor, rank: int) -> Tensor | None:
     """
     scale = gram.diagonal().mean()
     if bool(scale > 0):
-        narrow, products = (gram / scale).float(), len(gram) > _HUGE and _SHARE * rank <= len(gram)
-        pairs = _largest_by_products(narrow, rank) if products else None
-        values, vectors = pairs or _largest(narrow, rank)
+        values, vectors = _largest((gram / scale).float(), rank)
         if vectors is not None and values is not None and values[0] > _LEAST_RATIO * values[-1]:
             return vectors.flip(1)
     return None
-
-
-def _largest_by_products(gram: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
-    """Find what `_largest` does, but for little energy; nothing where that takes many rounds.
-
-    A solver waits for memory, products do not. The space of random vectors is improved by
-    polynomials of the matrix until hardly any energy, which a fit would lose, is to come.
-
-    (n, n), float32 -> (rank,), the largest last, and (n, rank), orthonormal
-    """
-    spare = _SPARE + rank // _SPARE
-    start = torch.randn(len(gram), rank + spare, generator=torch.Generator().manual_seed(0))
-    space = torch.linalg.qr(gram @ start)[0]
-    whole = float(gram.diagonal().sum(dtype=torch.float64))
-    energy, gains = 0.0, []
-    for _ in range(_ROUNDS):
-        image = gram @ space
-        values, turned = torch.linalg.eigh(space.mT @ image)
-        gains.append(float(values[spare:].sum(dtype=torch.float64)) - energy)
-        energy += gains[-1]
-        rounding = torch.finfo(gram.dtype).eps * whole
-        if _to_come(gains) <= _MISSED * (whole - energy) + rounding:
-            return values[spare:], space @ turned[:, spare:]
-        space = torch.linalg.qr(_raised(gram, space @ turned, image @ turned, values))[0]
-    return None
-
-
-def _to_come(gains: Sequence[float]) -> float:
-    """Returns what more rounds would gain, if each one gains the same share of the one before.
-
-    The first gain is all there was, which tells nothing of that.
-    """
-    if len(gains) < 3 or gains[-1] >= gains[-2]:
-        return gains[-1]
-    return gains[-1] * min(1.0, gains[-1] / (gains[-2] - gains[-1]))
-
-
-def _raised(gram: Tensor, vectors: Tensor, image: Tensor, values: Tensor) -> Tensor:
-    """Returns a Chebyshev polynomial of G times Ritz vectors x of which G x is known.
-
-    It is at most one up to the least Ritz value, and grows the faster above, the higher its degree.
-    Products may round: values that are told of the space they span are taken without.
-
-    (n, n), (n, k), (n, k), (k,), the largest last -> (n, k)
-    """
-    largest = float(values[-1])
-    least = max(float(values[0]), 1e-5 * largest)  # of a singular matrix it is none, or less
-    growth = acosh(max(2 * largest / least - 1, 1 + 1e-6))  # in log, with each degree
-    degree = min(max(int(log(2 * _RAISED) / growth), _DEGREES[0]), _DEGREES[1])
-    before, last = vectors, image.mul_(2 / least).sub_(vectors)
-    with rounded_products(torch.bfloat16):
-        for _ in range(degree - 1):
-            following = (gram @ last).mul_(4 / least).sub_(last, alpha=2).sub_(before)
-            before, last = last, following
-    return last
 
 
 def _largest(gram: Tensor, rank: int) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -90,6 +90,13 @@ def offered_in(
     return offered_by(recipe.method, fraction, timed=fast, alone=alone)
 
 
+def names_offered(recipe: Convert, source: SourceModel) -> tuple[str, ...]:
+    """Name the methods that layers without rules may take."""
+    if isinstance(recipe.method, AutoSpec):
+        return tuple(offered_in(recipe, source, STAND_IN))
+    return () if recipe.method is None else (recipe.method.name,)
+
+
 CONDENSED = 2  # times as many outputs as inputs from which on W^T S W is measured in place of S
 
 
@@ -100,10 +107,7 @@ def condensed_layers(recipe: Convert, plan: Plan, source: SourceModel) -> frozen
     is summed up of anyway. Low rank and width need no more, but for the order of channels of
     scores, and of those that are read.
     """
-    method, roles = recipe.method, roles_of(source)
-    names: Iterable[str] = () if method is None else (method.name,)
-    if isinstance(method, AutoSpec):
-        names = offered_in(recipe, source, STAND_IN)
+    roles, names = roles_of(source), names_offered(recipe, source)
     offered = (item for item in structures() if {*names} & {*item.spec.names()})
     if recipe.residual_rank or any(item.reads_curvature for item in offered):
         return frozenset()
@@ -118,7 +122,8 @@ def condensed_layers(recipe: Convert, plan: Plan, source: SourceModel) -> frozen
             return False
         terms = (term for part in entry.parts for term in part.terms)
         return (
-            type(source.keymap.model.get_submodule(layer.name)) is nn.Linear
+            not entry.is_narrow
+            and type(source.keymap.model.get_submodule(layer.name)) is nn.Linear
             and layer.in_features > LARGE
             and layer.out_features >= CONDENSED * layer.in_features
             and not any(structure(term.structure).reads_curvature for term in terms)

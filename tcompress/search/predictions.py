@@ -50,6 +50,7 @@ from tcompress.search.candidates import (
     WidthSite,
     all_couplings,
     condensed_layers,
+    names_offered,
     of_one_layer,
     offered_in,
     width_sites,
@@ -235,7 +236,7 @@ class Predictor:
         if calibration.output_moments is not False:
             named = {self.entries[path].name: item for path, item in sums.items()}
             # Plain matrices are fitted by inputs alone.
-            by_inputs = [*self.offers] == [NARROWING]
+            by_inputs = names_offered(self.inputs.recipe, self.inputs.source) == (NARROWING,)
             fitted = [p for p in sums if not (by_inputs and self.entries[p].is_plain)]
             curves = {
                 self.entries[path].name: narrowed(sums[path].curvature.total() / sums[path].rows)

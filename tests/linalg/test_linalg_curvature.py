@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.linalg import moments
 from tcompress.linalg.fits import (
     curved_loss,
     damped_curvature,
@@ -17,7 +16,7 @@ from tcompress.linalg.fits import (
     fit_slices_curved,
     lowrank_losses,
 )
-from tcompress.linalg.moments import conjugate_gradients, fit_lowrank, leading_vectors
+from tcompress.linalg.moments import conjugate_gradients, fit_lowrank
 from tcompress.linalg.transforms import FIXED_TRANSFORMS, check_transform, fixed_transform
 from tcompress.structures import Target
 from tests.support.numerics import quick
@@ -102,65 +101,6 @@ def test_spectrum_predicts_the_loss_of_every_rank() -> None:
         found = _naive(a @ b, product, gram, curvature)
         assert float(losses[rank]) == pytest.approx(found + constant, rel=1e-7)
     assert float(lowrank_losses(spectrum, 0.0).min()) == 0.0  # rounding never makes it negative
-
-
-SIDE, RANK = 1100, 140  # of a matrix that is large
-STEPS = torch.arange(1, SIDE + 1, dtype=torch.float64)
-SPECTRA = {
-    "power law": STEPS**-1.0,
-    "exponential": torch.exp(-20 * STEPS / SIDE),
-    "far ones": torch.cat([50 - STEPS[:5], STEPS[5:] ** -0.5]),
-    "flat": torch.linspace(2, 0, SIDE + 1, dtype=torch.float64)[:-1],
-}
-
-
-def _turned(values: Tensor) -> Tensor:
-    """A matrix with those eigenvalues, by two reflections."""
-    matrix = torch.diag(values)
-    for seed in range(2):
-        axis = randn(len(values), seed=seed)
-        axis /= axis.norm()
-        matrix = matrix - 2 * torch.outer(axis, axis @ matrix)
-        matrix = matrix - 2 * torch.outer(matrix @ axis, axis)
-    return matrix
-
-
-def _missed(vectors: Tensor, values: Tensor) -> float:
-    """What they leave of all energy, to what the best ones do."""
-    rank = vectors.shape[1]
-    assert_close(vectors.mT @ vectors, torch.eye(rank).double(), rtol=0, atol=1e-5)
-    missed = values.sum() - (_turned(values) @ vectors).mul(vectors).sum()
-    return float(missed / values.sort()[0][:-rank].sum())
-
-
-@pytest.mark.parametrize("kind", SPECTRA)
-def test_products_find_what_a_solver_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "_HUGE", SIDE - 1)
-    monkeypatch.setattr(moments, "_largest", lambda *_: pytest.fail("was asked"))
-    vectors = moments._vectors_in_float32(_turned(SPECTRA[kind]), RANK)
-    assert vectors is not None
-    assert vectors.dtype == torch.float32
-    assert _missed(vectors.double(), SPECTRA[kind]) < 1 + 1e-4
-
-
-def test_fewer_directions_than_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "_HUGE", SIDE - 1)
-    values = torch.where(STEPS <= RANK // 2, 1.0, 1e-9).double()
-    assert _missed(leading_vectors(_turned(values), RANK), values) < 1 + 1e-3
-
-
-def test_products_repeat_and_know_when_they_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "_HUGE", SIDE - 1)
-    gram = _turned(SPECTRA["flat"])
-    before = torch.get_rng_state()
-    first = leading_vectors(gram, RANK)
-    assert torch.equal(leading_vectors(gram, RANK), first)
-    assert torch.equal(torch.get_rng_state(), before)
-    monkeypatch.setattr(moments, "_ROUNDS", 2)
-    solved = leading_vectors(gram, RANK)
-    assert not torch.equal(solved, first)
-    monkeypatch.setattr(moments, "_HUGE", SIDE)
-    assert torch.equal(leading_vectors(gram, RANK), solved)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 5), (3, 5, 8)])

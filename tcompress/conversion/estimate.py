@@ -425,10 +425,10 @@ def _orders(work: _Work) -> Iterator[FitCost]:
             # All that is left is corrected after every few, and what it tells of the target.
             flops = 2.0 * channels**3 + 10.0 * outputs * channels**2
             # G as measured or guessed and damped, with those of channels that are left.
-            size = 28 * channels**2 + 16 * outputs * channels
+            size = 40 * channels**2 + 16 * outputs * channels
             if not work.tokens:  # moments are guessed from weights
                 inputs = sum(layer.in_features for layer, _ in coupling.writers)
-                flops += 4.0 * inputs * channels**2
+                flops += 16.0 * inputs * channels**2
                 size += 8 * (inputs + outputs) * channels
             yield FitCost(flops * max(1, reader.experts or 1), size)
 

@@ -99,7 +99,7 @@ class Sensitivity:
             rows = x.float()  # one copy, where sums are of pairs of rows
             self.inputs.add(rows, rows, weights)
         if self._condensed:
-            self._squares += float(gradient.double().square().sum())
+            self._squares += float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
         else:
             self._add_products(gradient)
         if weights is not None:

@@ -186,10 +186,11 @@ class _Split:
         moments, curvature = self.moments, self.curvature
         lazy = len(self.terms) == 1 and not term.kind.reads_product
         if lazy and moments is not None and (condensed := self.layer.condensed) is not None:
-            whole = Target(None, moments.gram, dense_weight=self.weight)
+            whole = Target(None, moments.gram, dense_weight=self.weight, start=term.exact)
             return replace(whole, condensed=condensed, cross=moments.cross)
         if lazy and moments is not None and moments.is_same:
-            return Target.of_weight(self.weight, moments.gram, curvature=curvature)
+            facts: dict[str, Any] = {"curvature": curvature, "start": term.exact}
+            return Target.of_weight(self.weight, moments.gram, **facts)
         gram = None if moments is None else moments.gram
         narrow = moments is not None and moments.lift is not None  # the weight has more channels
         weight: Tensor | None = None if narrow else self.weight

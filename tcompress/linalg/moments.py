@@ -778,7 +778,14 @@ def condensed_weight(moment: Tensor, level: Tensor, weight: Tensor) -> Tensor:
     """
     total = moment.new_zeros(moment.shape)
     add_gram(total, *multipliable(weight))
-    return safe_cholesky(total.mul_(level).add_(moment)).mT.contiguous()
+    total.mul_(level).add_(moment)
+    if not is_finite(total):
+        raise FitError("moments of gradients hold NaN or infinity", REPAIR)
+    with suppress(FitError):
+        return safe_cholesky(total).mT.contiguous()
+    # The ridge is none where the weight puts out nothing, and sums round below that.
+    values, vectors = torch.linalg.eigh(total)
+    return values.clamp_min(0).sqrt()[:, None] * vectors.mT
 
 
 def fit_condensed(

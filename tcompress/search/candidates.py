@@ -36,6 +36,7 @@ from tcompress.planning.sites import (
 )
 from tcompress.progress import Progress
 from tcompress.roles import Attention, Block, Layer
+from tcompress.roles.find import attentions_of
 from tcompress.structures import Spec, structure, structures
 from tcompress.structures.modules.linear import PartLayout
 from tcompress.structures.width import plain_layout
@@ -111,18 +112,18 @@ def condensed_layers(recipe: Convert, plan: Plan, source: SourceModel) -> frozen
     offered = (item for item in structures() if {*names} & {*item.spec.names()})
     if recipe.residual_rank or any(item.reads_curvature for item in offered):
         return frozenset()
-    ordered = set[Layer]()
-    for coupling in chain.from_iterable(map(couplings, roles.blocks)):
+    attentions, ordered = attentions_of(source.keymap.model, roles), set[Layer]()
+    for coupling in chain.from_iterable(all_couplings(block, attentions) for block in roles.blocks):
         ordered |= {coupling.reader} if coupling.reader else {*coupling.layers}
     entries = {path_of(source, entry): entry for entry in plan.layers}
 
     def is_condensed(layer: Layer) -> bool:
         entry = entries.get(layer.weight_name)
-        if entry is None or layer in ordered or len(layer.parts) > 1 or layer.calls > 1:
+        if entry is None or entry.is_narrow or layer in ordered or layer.calls > 1:
             return False
-        terms = (term for part in entry.parts for term in part.terms)
+        terms = [term for part in entry.parts for term in part.terms]
         return (
-            not entry.is_narrow
+            len(terms) == 1
             and type(source.keymap.model.get_submodule(layer.name)) is nn.Linear
             and layer.in_features > LARGE
             and layer.out_features >= CONDENSED * layer.in_features

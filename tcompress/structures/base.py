@@ -221,7 +221,8 @@ class Target:
 
     def aiming_at(self, product: Tensor, **changes: Any) -> Target:
         """Returns a target with another product, or with this one computed, and other changes."""
-        return replace(self, cross_product=product, dense_weight=None, **changes)
+        plain: dict[str, Any] = dict.fromkeys(("dense_weight", "condensed", "cross"))
+        return replace(self, cross_product=product, **plain | changes)
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""

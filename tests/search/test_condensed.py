@@ -10,6 +10,7 @@ import torch
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity
 from tcompress.conversion.converter import convert
+from tcompress.errors import FitError
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.linalg.fits import curved_loss
 from tcompress.linalg.moments import (
@@ -23,6 +24,7 @@ from tcompress.linalg.moments import (
 )
 from tcompress.models import SourceModel
 from tcompress.options import Convert
+from tcompress.planning import costs
 from tcompress.planning.planner import make_plan
 from tcompress.search import candidates
 from tcompress.search.candidates import condensed_layers, offered_in
@@ -33,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "svd": {"method": {"name": "svd"}, "target": 0.4},
     "width": {"method": {"name": "width"}, "target": 0.5},
     "both": {"method": {"name": "auto", "offer": ["svd", "width"]}, "target": 0.4},
+    "bits": {"method": {"name": "svd"}, "target": 0.5, "bits": 4},
 }
 CPU = torch.device("cpu")
 
@@ -97,6 +100,7 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", {"method": {"name": "auto"}, "target": 0.4}, set()),  # slices are on offer
         ("llama", {**WAYS["svd"], "layers": [{"match": "gate", "method": {"name": "tt"}}]}, {"up"}),
         ("llama", {**WAYS["svd"], "keep_neurons": 0.5}, set()),  # moments of those that stay
+        ("llama", {**WAYS["svd"], "layers": [{"match": "gate", "residual_rank": 2}]}, {"up"}),
     ],
 )
 def test_which_layers(
@@ -158,6 +162,30 @@ def test_sums_of_runs_are_those_of_all_rows() -> None:
     assert float(total.ridge(0.1)) == pytest.approx(float(whole.ridge(0.1)))
 
 
+def test_weights_of_low_rank_have_moments_that_are_singular() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right, back = (
+        torch.randn(shape, generator=generator) for shape in ((160, 20), (20, 80), (4000, 160))
+    )
+    weight = (left @ right).double()
+    back[:, 0] *= 300
+    moment = torch.zeros(80, 80).double()
+    for rows in (back.double() @ weight).float().split(1000):
+        moment += rows.T @ rows
+    small = condensed_weight(moment / 4000, torch.tensor(0.05), weight)
+    expected = moment / 4000 + 0.05 * weight.mT @ weight
+    assert torch.allclose(small.mT @ small, expected, atol=1e-6 * float(expected.diagonal().max()))
+    with pytest.raises(FitError, match="NaN or infinity"):
+        condensed_weight(moment * torch.nan, torch.tensor(0.05), weight)
+
+
+@pytest.mark.parametrize("scale", [1e-23, 1e20])
+def test_ridges_of_extreme_gradients(scale: float) -> None:
+    sums = Sensitivity(3, 7, CPU, condensed=True)
+    sums.add(torch.ones(5, 3), torch.full((5, 7), scale))
+    assert float(sums.ridge(0.1)) == pytest.approx(0.1 * scale**2, rel=1e-5)
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("way", WAYS)
 def test_conversions_are_the_same(
@@ -173,6 +201,8 @@ def test_conversions_are_the_same(
         keep(workdir, kind, block, moments)
 
     monkeypatch.setattr(FitWorkplace, "keep_moments", counted)
+    for name in ("SMALLEST", "GROUP"):  # of tensors that are stored in few bits
+        monkeypatch.setattr(costs, name, 4)
     for limit in (LARGE, 8):
         monkeypatch.setattr(candidates, "LARGE", limit)
         kept.append(0)

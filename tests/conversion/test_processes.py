@@ -33,13 +33,16 @@ from pathlib import Path
 import torch
 from tcompress import processes
 from tcompress.conversion.converter import convert
+from tcompress.linalg.moments import LARGE
 from tcompress.options import Convert
+from tcompress.search import candidates
 from tests.support.conversions import calibration
 
 for name, (family, recipe) in json.loads(sys.argv[2]).items():
     dense = Path(sys.argv[1]) / family
     data = calibration(family) if "calibration" not in recipe else None
     settings = Convert.model_validate({**recipe, "device": "cpu"})
+    candidates.LARGE = 8 if name == "condensed" else LARGE
     with processes.joined(torch.device("cpu")):
         convert(str(dense), settings, Path(sys.argv[3]) / name, data=data)
 """
@@ -52,6 +55,7 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tucker": ("bert", {"method": {"name": "tucker"}, "target": 0.5}),
     "auto": ("bert", {"method": {"name": "auto"}, "target": 0.4}),
     "width": ("llama", {"method": {"name": "width"}, "target": 0.5}),
+    "condensed": ("llama", _SVD),
     "experts": ("mixtral", _SVD),
     "depth": ("bert", {**_SVD, "target": 0.4, "drop_layers": "auto"}),
 }

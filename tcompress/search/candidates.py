@@ -119,7 +119,9 @@ def condensed_layers(recipe: Convert, plan: Plan, source: SourceModel) -> frozen
 
     def is_condensed(layer: Layer) -> bool:
         entry = entries.get(layer.weight_name)
-        if entry is None or entry.is_narrow or layer in ordered or layer.calls > 1:
+        if entry is None or layer in ordered or layer.calls > 1:
+            return False
+        if entry.is_narrow and not entry.is_plain:  # fits read moments of the outputs that stay
             return False
         terms = [term for part in entry.parts for term in part.terms]
         return (

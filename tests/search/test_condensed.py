@@ -94,6 +94,7 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("llama", WAYS["svd"], {"gate", "up"}),
         ("llama", WAYS["both"], {"gate", "up"}),
+        ("llama", WAYS["width"], {"gate", "up"}),
         ("bert", WAYS["svd"], {"up"}),
         ("phi3", WAYS["svd"], set()),  # one layer for both
         ("llama", {"method": {"name": "lprod", "p": 4}, "target": 0.4}, set()),

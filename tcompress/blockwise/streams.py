@@ -104,7 +104,9 @@ class PartialModel:
                 block = self.blocks[name]
                 with self.loaded(name, prefetch) as module:
                     room = room_on(self.device)
-                    yield block, _readings(block, module, self.forwards[name], room)
+                    readings = _readings(block, module, self.forwards[name], room)
+                    yield block, readings
+                    readings.drop()  # whoever has them: the next block needs the memory
 
     def prefetch(self, order: Sequence[str]) -> Prefetch:
         """Make what reads blocks in an order, each while the device computes with the one before.
@@ -419,6 +421,16 @@ class Readings:
         """Answer of the block."""
         kept = self._kept.get(id(stream))
         return kept[1] if kept else stream.waiting.run(self.forward)
+
+    def drop(self, paths: Collection[str] | None = None) -> None:
+        """Forget what these modules read, and others with them, or all that was kept."""
+        if paths is None:
+            self._kept.clear()
+            return
+        for inputs, _ in self._kept.values():
+            read = {id(inputs[path]) for path in paths if path in inputs}
+            for path in [path for path, x in inputs.items() if id(x) in read]:
+                del inputs[path]
 
     def _keep(self, stream: Stream) -> tuple[dict[str, Tensor], Any]:
         """Run the block and keep what its modules read; nothing where there is no room."""

@@ -319,31 +319,39 @@ class BlockFitter:
                 batch = sampler.with_variants(batch)
             new = self._model.stream(batch, rewritten=True, keep=keep)
             self._streams[index] = self._model.stream(batch, keep=keep), new
-        self._rewriter = BlockRewriter(inputs, data, self._streams, plan.layers, plan.attention)
+        of_plan = plan.layers, plan.attention
+        self._rewriter = BlockRewriter(inputs, data, self._streams, *of_plan, reads_once=True)
 
     def run(self) -> None:
         """Fit all blocks in the order in which the model runs them, and keep the fits.
 
         What an interrupted run has kept is taken as it is.
         """
-        workdir = self._conversion.workdir
-        progress = partial(self._conversion.progress.advance, 1)
         streams = [*chain(*zip(*self._streams.values(), strict=True))]  # the dense ones first
         for dense, readings in self._model.walk(streams):
-            block = self._blocks.get(dense.name)
-            if block is None:  # only the dense model has it
-                self._advance(readings, None)
-                continue
-            if block.name in self.reached:
-                raise runs_twice(dense.name)
-            self.reached.add(block.name)
-            stored = workdir.block(block.name)
-            rewritten = self._rewriter.rewrite(block, readings, stored, progress)
-            if stored is None:
-                workdir.keep_block(rewritten.result)
+            self._visit(dense.name, readings)
             if self.comparison is None and len(self.reached) == len(self._blocks):
                 self._check_end(readings)  # the output head was never loaded
                 break
+
+    def _visit(self, name: str, readings: Readings) -> None:
+        """Fit a block, or take what was kept of it, and answer all streams.
+
+        Nothing outlives the visit that holds what was read there.
+        """
+        workdir, block = self._conversion.workdir, self._blocks.get(name)
+        if block is None:  # only the dense model has it
+            self._advance(readings, None)
+            return
+        if block.name in self.reached:
+            raise runs_twice(name)
+        self.reached.add(block.name)
+        stored = workdir.block(block.name)
+        progress = partial(self._conversion.progress.advance, 1)
+        rewritten = self._rewriter.rewrite(block, readings, stored, progress)
+        if stored is None:
+            workdir.keep_block(rewritten.result)
+        if self.comparison is not None or len(self.reached) < len(self._blocks):
             self._advance(readings, rewritten)
 
     def _check_end(self, readings: Readings) -> None:

@@ -55,6 +55,7 @@ from tcompress.linalg.moments import (
     puts_out_little,
 )
 from tcompress.linalg.rounding import Rounding
+from tcompress.memory import give_back_memory
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.costs import path_of
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
@@ -293,6 +294,10 @@ class RewrittenBlock:
         first = group[0]
         with naming(f"layer `{first.name}`", MORE_DATA):
             sums, experts = self._sums(group), range(first.copies)
+            if self.rewriter.reads_once:
+                self.readings.drop([self.path(entry.name) for entry in group])
+            if first.in_features >= WIDE:  # a fit takes more than the passes that led to it
+                give_back_memory()
             centred = [entry.bias and entry.kind != "experts" for entry in group]
             last = len({*centred}) == 1
             moments = {
@@ -443,6 +448,8 @@ class BlockRewriter:
     attention: Sequence[AttentionPlan] = ()  # those that are replaced
     installed: dict[FactorsKey, FactorsModule] = field(default_factory=dict)
     """Modules of factors that layers of several blocks share, once their owners are in place."""
+    reads_once: bool = False
+    """Whether no block is rewritten again, so that what its layers read is forgotten at once."""
 
     def rewrite(
         self,

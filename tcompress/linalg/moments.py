@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from typing import Any
 
 import torch
@@ -292,12 +292,17 @@ class ProductSum:
     def add(self, left: Tensor, right: Tensor) -> None:
         """Adds rows, which the caller does not change afterwards; the same twice for a Gram."""
         self._waiting.append((left, right))
-        if sum(len(own) for own, _ in self._waiting) >= ROWS_AT_ONCE:
+        if self._is_full():
             self._sum_up()
 
     def merge(self, other: ProductSum) -> ProductSum:
         """Adds another sum."""
         if other.is_empty:
+            return self
+        if other._sum is None and self._is_large:  # rows alone
+            self._waiting += other._waiting
+            if self._is_full():
+                self._sum_up()
             return self
         ours, theirs = self._sum_up(), other._sum_up()
         if self._is_half and other._is_half and len(ours) > LARGE:
@@ -307,6 +312,19 @@ class ProductSum:
             self.total().add_(other.total())
             self._is_gram &= other._is_gram
         return self
+
+    @property
+    def _is_large(self) -> bool:
+        return max(self.shape) > LARGE
+
+    def _is_full(self) -> bool:
+        """Tell whether enough rows wait: of a large sum that is not begun, as many as it takes."""
+        if sum(len(left) for left, _ in self._waiting) < ROWS_AT_ONCE:
+            return False
+        if self._sum is not None or not self._is_large:
+            return True
+        rows = {id(item): item.nbytes for pair in self._waiting for item in pair}
+        return sum(rows.values()) > self.dtype.itemsize * prod(self.shape)
 
     def add_outer(self, left: Tensor, right: Tensor) -> None:
         """Adds a b^T of two vectors; to a Gram matrix with others that make it symmetric."""
@@ -329,20 +347,30 @@ class ProductSum:
     def _sum_up(self) -> Tensor:
         if self._sum is None:
             self._sum = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if self._waiting:
-            left, right = zip(*self._waiting, strict=True)
-            if not all(a is b for a, b in self._waiting):
-                if self._is_half:
-                    mirror(self._sum)
-                self._is_gram = self._is_half = False
+        if self._waiting and not all(a is b for a, b in self._waiting):
+            if self._is_half:
+                mirror(self._sum)
+            self._is_gram = self._is_half = False
+        while self._waiting:
+            rows = self._some_rows()
             with _without_autocast(self.device), rounded_products(self.passes):
                 if self._is_gram:
-                    add_lower(self._sum, torch.cat(left))
+                    add_lower(self._sum, rows[0])
                     self._is_half = True
                 else:
-                    self._sum += torch.cat(left).T @ torch.cat(right)
-            self._waiting.clear()
+                    self._sum += rows[0].T @ rows[1]
         return self._sum
+
+    def _some_rows(self) -> tuple[Tensor, Tensor]:
+        """Take enough of the rows that wait for one product."""
+        some: list[tuple[Tensor, Tensor]] = []
+        while self._waiting and sum(len(left) for left, _ in some) < ROWS_AT_ONCE:
+            some.append(self._waiting.pop(0))
+        if len(some) == 1:
+            return some[0]
+        left, right = zip(*some, strict=True)
+        rows = torch.cat(left)
+        return rows, rows if self._is_gram else torch.cat(right)
 
 
 def puts_out_little(inputs: int, outputs: int) -> bool:
@@ -600,17 +628,30 @@ def safe_cholesky(gram: Tensor) -> Tensor:
         raise FitError("a moment matrix holds NaN or infinity")
     # The factorisation reads one triangle; a large matrix is as symmetric as it was summed up.
     large = gram.ndim == 2 and len(gram) > LARGE
-    gram = gram.clone() if large else (gram + gram.mT).div_(2)
-    diagonal = gram.diagonal(dim1=-2, dim2=-1).clone()
+    raised = gram.clone() if large else (gram + gram.mT).div_(2)
+    diagonal = raised.diagonal(dim1=-2, dim2=-1).clone()
     scale = diagonal.mean(-1)[..., None].abs()
     exact = gram.dtype == torch.float64
     for floor in (0.0, 1e-12, 1e-10, 1e-8, 1e-6) if exact else (0.0, 1e-6, 1e-5, 1e-4, 1e-3):
         least = 1e-300 if exact else 1e-30
-        gram.diagonal(dim1=-2, dim2=-1).copy_(diagonal + (floor * scale + least))
-        factor, info = torch.linalg.cholesky_ex(gram)
+        raised.diagonal(dim1=-2, dim2=-1).copy_(diagonal + (floor * scale + least))
+        in_place = large and gram.device.type == "cpu"
+        factor, info = _written_over(raised) if in_place else torch.linalg.cholesky_ex(raised)
         if not bool(info.any()):
             return factor
+        if in_place:
+            raised.copy_(gram)
     raise FitError("a moment matrix is not positive semidefinite")
+
+
+def _written_over(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors a large matrix in the memory that it takes: its columns lie as the solver has them.
+
+    (n, n) -> (n, n), lower triangular, and what is not zero where it failed
+    """
+    info = torch.empty((), dtype=torch.int32)
+    torch.linalg.cholesky_ex(gram.mT, out=(gram.mT, info))
+    return gram.mT, info
 
 
 def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

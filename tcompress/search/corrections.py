@@ -27,6 +27,7 @@ from tcompress.fitting.block_rewrite import BlockRewriter, FitInputs, RewrittenB
 from tcompress.fitting.channel_orders import LayerStatistics
 from tcompress.fitting.layer_fits import LayerMoments, LayerToFit, fit_layers
 from tcompress.linalg.moments import Moments
+from tcompress.memory import give_back_memory
 from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerPlan
@@ -103,10 +104,12 @@ def changes_with(
         answers: dict[Substitute, list[Any]] = {}
         for item in (it for it in substitutes if it.block == block.name):
             rewriter = BlockRewriter(fits, data, pairs, item.entries, inputs.plan.attention)
-            rewritten = rewriter.rewrite(block, readings)
-            answers[item] = [*_answers(model, rewritten, changed[item])]
+            # Nothing holds the copy, which holds all readings, when the next one is made.
+            answers[item] = [*_answers(model, rewriter.rewrite(block, readings), changed[item])]
         for waiting in fitted:
             waiting.answer(readings.answer(waiting))
+        readings.drop()  # outputs are large
+        give_back_memory()
         for index, exact in enumerate(unchanged):
             answer = model.answer_of(exact)
             exact.answer(answer)

@@ -7,7 +7,7 @@ layer counts alike, and so does every direction of its inputs and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
@@ -175,33 +175,43 @@ class Predictor:
         passes = 2 * len(roles_of(source).blocks)
         progress.stage("measuring what layers are worth", passes, "passes")
         for block, sums in walk.run(lambda name, way: progress.advance(1, f"{name} {way}")):
-            planned = [layer for layer in block.layers if layer.name in self.entries]
-            reached = [layer for layer in planned if sums[layer.name].rows]
-            small = {
-                name: self._condensed_weight(self.entries[name], sums[name])
-                for name in (layer.name for layer in reached if layer.name in condensed)
-            }
-            taken = {layer.name: sums[layer.name] for layer in reached}
-            self._keep_moments(block.name, taken, small)
-            statistics, grams = {}, dict[tuple[int, bool], Tensor]()
-            for layer in reached if recipe.by_loss or self.narrows else ():
-                entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
-                weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
-                read = of_layer.inputs
-                last = all(other.inputs is not read for other in sums.values())
-                if (key := (id(read), entry.bias)) not in grams:
-                    with naming(f"layer `{entry.name}`", MORE_DATA):
-                        grams[key] = read.moments(centred=entry.bias, last=last).gram
-                gram, mean, rows = grams[key], read.means[0], max(1, of_layer.rows // probes)
-                curvature = None
-                if layer.name not in small:
-                    curvature = of_layer.curvature.total() / of_layer.rows
-                stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)
-                bias = read_finite(*stored) if entry.bias and self.narrows else None
-                facts = (weight, gram, mean, curvature, small.get(layer.name), rows, bias)
-                statistics[layer] = LayerStatistics(entry, *facts)
-            sums.clear()
+            statistics = self._statistics(block, sums, condensed)
             yield block, statistics
+            statistics.clear()  # whoever has it: the next block needs the memory
+
+    def _statistics(
+        self, block: Block, sums: dict[str, Sensitivity], condensed: Collection[str]
+    ) -> dict[Layer, LayerStatistics]:
+        """Take what was measured of a block, by name, and keep what fits will need of it."""
+        inputs, recipe, source = self.inputs, self.inputs.recipe, self.inputs.source
+        planned = [layer for layer in block.layers if layer.name in self.entries]
+        reached = [layer for layer in planned if sums[layer.name].rows]
+        small = {
+            name: self._condensed_weight(self.entries[name], sums[name])
+            for name in (layer.name for layer in reached if layer.name in condensed)
+        }
+        taken = {layer.name: sums[layer.name] for layer in reached}
+        self._keep_moments(block.name, taken, small)
+        statistics, grams = dict[Layer, LayerStatistics](), dict[tuple[int, bool], Tensor]()
+        for layer in reached if recipe.by_loss or self.narrows else ():
+            entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
+            weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
+            read = of_layer.inputs
+            last = all(other.inputs is not read for other in sums.values())
+            if (key := (id(read), entry.bias)) not in grams:
+                with naming(f"layer `{entry.name}`", MORE_DATA):
+                    grams[key] = read.moments(centred=entry.bias, last=last).gram
+            rows = max(1, of_layer.rows // recipe.calibration.probes)
+            curvature = None
+            if layer.name not in small:
+                curvature = of_layer.curvature.total() / of_layer.rows
+            stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)
+            bias = read_finite(*stored) if entry.bias and self.narrows else None
+            of_inputs = grams[key], read.means[0]
+            facts = (weight, *of_inputs, curvature, small.get(layer.name), rows, bias)
+            statistics[layer] = LayerStatistics(entry, *facts)
+        sums.clear()
+        return statistics
 
     def _weights(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Look at all layers in the norm of their weights."""

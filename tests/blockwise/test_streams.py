@@ -310,6 +310,21 @@ def test_a_block_runs_once_for_all_that_is_read(room: int, calls: int) -> None:
     assert block.calls == calls
 
 
+def test_what_layers_read_is_forgotten_with_all_that_is_the_same() -> None:
+    block, x = _Half(), torch.ones(2, 3, 4)
+    stream: Any = SimpleNamespace(waiting=Call("half", (x,), {}))
+    readings = Readings(block, block.forward, ("up", "down"), 2**20)
+    assert readings.of(stream, "up") is x
+    readings.drop(["up"])
+    assert readings.of(stream, "up") is x  # it is computed again
+    assert block.calls == 2
+    answer = readings.answer(stream)
+    assert block.calls == 2
+    readings.drop()
+    assert torch.equal(readings.answer(stream), answer)
+    assert block.calls == 3
+
+
 def _routes(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> list[list[Tensor]]:
     """Which experts the tokens of each batch go to, block by block."""
     found: list[list[Tensor]] = []

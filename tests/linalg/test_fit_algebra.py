@@ -441,6 +441,29 @@ def test_halves_of_large_sums_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
     assert_close(gram(), whole)
 
 
+@pytest.mark.parametrize("run", [1, 6, 40])  # batches: rows alone, as many as the sum, far more
+@pytest.mark.parametrize("is_gram", [True, False])
+def test_few_rows_of_a_large_sum_wait_until_it_is_merged(
+    run: int, is_gram: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tcompress.linalg.moments.LARGE", 5)
+    monkeypatch.setattr("tcompress.linalg.moments.ROWS_AT_ONCE", 4)
+    other = WIDTH if is_gram else WIDTH // 2
+    pairs = [(x := randn(3, WIDTH, seed=seed), x[:, :other]) for seed in range(4 * run)]
+    pairs = [(x, x) if is_gram else (y, x) for x, y in pairs]
+    total = ProductSum((other, WIDTH), "cpu")
+    for first in range(0, len(pairs), run):
+        part = ProductSum((other, WIDTH), "cpu")
+        for pair in pairs[first : first + run]:
+            part.add(*pair)
+        waits = sum(x.nbytes for x, _ in part._waiting) * (1 if is_gram else 1.5)
+        assert waits <= 8 * other * WIDTH
+        assert (part._sum is None) == (run == 1)
+        total = total.merge(part)
+    exact = sum(left.double().T @ right.double() for left, right in pairs)
+    assert_close(total.total(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_rounded_products_end_with_their_sums() -> None:
     x = randn(ROWS, WIDTH).bfloat16().float()
     before = torch.backends.mkldnn.matmul.fp32_precision
@@ -531,6 +554,21 @@ def test_cholesky_of_singular_matrices() -> None:
         assert bool(factor.isfinite().all())
         assert float((factor @ factor.T - gram).abs().max()) < 1e-5 * (1 + float(gram.abs().max()))
     assert_close(safe_cholesky(regular), torch.linalg.cholesky(regular))
+
+
+def test_cholesky_of_large_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are factored where their copy lies, which each attempt has to be of."""
+    x, few = randn(ROWS, WIDTH).double(), randn(5, WIDTH).double()
+    regular, singular = x.T @ x, few.T @ few - 1e-7 * torch.eye(WIDTH).double()
+    exact, before = torch.linalg.cholesky(regular), singular.clone()
+    monkeypatch.setattr("tcompress.linalg.moments.LARGE", 5)
+    assert torch.equal(safe_cholesky(regular), exact)
+    factor = safe_cholesky(singular)
+    assert_close(factor @ factor.T, singular, rtol=1e-4, atol=1e-4)
+    assert torch.equal(singular, before)
+    assert_close(factor, factor.tril())
+    with pytest.raises(FitError, match="not positive semidefinite"):
+        safe_cholesky(-regular)
 
 
 @pytest.mark.parametrize(

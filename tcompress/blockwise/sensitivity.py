@@ -349,7 +349,8 @@ class _Watch:
                     for of_batch in (self._called, self._arrivals, self._read):
                         of_batch.clear()
                     visit(index)
-                total.add(self._sums)
+                with timed(MOMENTS):
+                    total.add(self._sums)
         sums = total.whole()
         for name, reader in self._readers.items():
             sums[name].inputs = sums[reader].inputs

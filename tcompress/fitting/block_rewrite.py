@@ -327,7 +327,8 @@ class RewrittenBlock:
                     with timed(MOMENTS):
                         facts = self.inputs.source.autocast, weight
                         add_rows(sums, rows, *facts, holdout=index in data.holdout)
-            total.add(sums)
+            with timed(MOMENTS):
+                total.add(sums)
         return total.whole()
 
     def _weight_of(self, group: Group) -> Tensor | None:

@@ -423,14 +423,13 @@ class Readings:
         return kept[1] if kept else stream.waiting.run(self.forward)
 
     def drop(self, paths: Collection[str] | None = None) -> None:
-        """Forget what these modules read, and others with them, or all that was kept."""
+        """Forget what these modules read, unless others read it too, or all that was kept."""
         if paths is None:
             self._kept.clear()
             return
         for inputs, _ in self._kept.values():
-            read = {id(inputs[path]) for path in paths if path in inputs}
-            for path in [path for path, x in inputs.items() if id(x) in read]:
-                del inputs[path]
+            for path in paths:
+                inputs.pop(path, None)
 
     def _keep(self, stream: Stream) -> tuple[dict[str, Tensor], Any]:
         """Run the block and keep what its modules read; nothing where there is no room."""

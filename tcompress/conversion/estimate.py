@@ -37,11 +37,19 @@ from tcompress.memory import free_memory
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
-from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, path_of, weight_bytes
+from tcompress.planning.costs import (
+    STAND_IN,
+    copied_keys,
+    disk_bytes,
+    path_of,
+    weight_bytes,
+    weight_keys,
+)
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
+from tcompress.processes import RUNS
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import (
@@ -231,6 +239,14 @@ class _Work:
         """Parameters of the output head, which passes run through to the end."""
         head = self.source.keymap.model.get_output_embeddings()  # type: ignore[operator]
         return 0 if head is None else _parameters(head)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a number of a block that passes run through."""
+        lowered = self.recipe.calibration.mixed_precision == "bf16"
+        keys = (weight_keys(self.source, entry)[0] for entry in self.plan.layers)
+        stored = {self.source.store.dtype(key) for key in keys}
+        return 2 if lowered and stored == {torch.bfloat16} else 4
 
     @property
     def pass_share(self) -> float:
@@ -459,17 +475,18 @@ def _moments_memory(group: Group, work: _Work) -> int:
     """Bytes of the moments that a group is fitted by, with what is computed from them.
 
     G and C in float64, and where the input is not wide D and those of what is held out too, else
-    some rows of both streams; then G damped, and two more while it is factored. Moments of
-    gradients are read one by one.
+    some rows of both streams; then G damped, its root and C damped. Where outputs stand for the
+    input C is small. Moments of gradients are read one by one.
     """
     first, widest = group[0], max(map(work.rows_of, group))
     is_wide = first.in_features >= WIDE
     rows, sums = int(8 * _rows_kept(work)) if is_wide else 0, 16 if is_wide else 48
+    damped = 24
     if outputs_stand_for_input(group):
-        sums = 8 + 8 * first.out_features // first.in_features
+        sums, damped = 8 + 8 * first.out_features // first.in_features, 16
     curvature = sum(4 * work.rows_of(entry) ** 2 for entry in group) + 24 * widest**2
     curvature *= work.keeps_gradients
-    size = (sums + 24) * first.in_features + rows
+    size = (sums + damped) * first.in_features + rows
     return size * first.in_features * first.copies + curvature
 
 
@@ -484,8 +501,8 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     readings = 4 * tokens * max(reads, default=widest)
     # Weights outside the blocks, those of a block, and activations.
     outside = _parameters(source.keymap.model) - sum(parameters)
-    state, measured = 8 * plan.layers[0].in_features, work.measured_tokens  # bytes of a token
-    running = 4 * (outside + max(parameters)) + 16 * together * widest
+    state, measured = 4 * plan.layers[0].in_features, work.measured_tokens  # bytes of a token
+    running = 4 * outside + work.weight_bytes * max(parameters) + 16 * together * widest
     # The dense stream runs once, the other one once for every group, up to it, with what is fitted
     # by then in place of the rest; G and, unless rows stand for it, D by halves, and C or W C.
     streams = sum(4.0 * share * size * tokens for size in parameters)
@@ -494,13 +511,14 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     groups = [group for group in read if planned & {layer.weight_name for layer in group}]
     moments = work.sum_share * tokens * sum(map(_paired_flops, groups))
     room = int(room_on(pick_device(recipe.device)))
-    fitting = FitCost(streams + moments, running + tokens * state + min(readings, room))
+    # Each stream has its state, and the model keeps what it began with.
+    fitting = FitCost(streams + moments, running + 4 * tokens * state + min(readings, room))
     # Passes forward, again, and backward, and moments of all layers of a block.
     scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
     sums = work.sum_share * sum(float(x * x + y * y) for x, y in chain(*work.shapes))
     passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters
     of_blocks = max((_statistics_memory(shapes, measured) for shapes in work.shapes), default=0)
-    memory = running + measured * state + scores + of_blocks
+    memory = running + 2 * measured * state + scores + of_blocks
     return fitting, FitCost(measured * (passed + sums), memory)
 
 
@@ -525,10 +543,18 @@ def _scratch(work: _Work) -> int:
 
 def _statistics_memory(shapes: Collection[tuple[int, int]], tokens: int) -> int:
     """Bytes of the moments of all layers of a block, with those of a run, or what one yields."""
-    rows = min(tokens, 2 * ROWS_AT_ONCE)
+    rows = -(-tokens // RUNS)
+
+    def of_run(size: int) -> int:
+        if size > LARGE and rows <= 2 * size:  # they wait
+            return 4 * rows * size
+        return 8 * size**2 + 4 * min(rows, 2 * ROWS_AT_ONCE) * size
+
     sums = sum(8 * (x * x + y * y) for x, y in shapes)
-    summing = sums + sum(4 * rows * (x + y) for x, y in shapes)
-    return sums + max([summing, *(24 * max(x, y) ** 2 + 32 * x * y for x, y in shapes)])
+    of_runs = sum(of_run(x) + of_run(y) for x, y in shapes)
+    # Sums of many rows begin with as many that wait, one after another.
+    of_runs += max((8 * n**2 for n in chain(*shapes) if LARGE < n < rows / 2), default=0)
+    return sums + max([of_runs, *(20 * max(x, y) ** 2 + 32 * x * y for x, y in shapes)])
 
 
 def _parameters(module: nn.Module) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -289,19 +289,21 @@ class RewrittenBlock:
             calls = (item.input_of(module, self.forward, queries_and_keys) for item in passes)
             adapt(module, f"{stored}.{CHILD}", self.result.attention, calls)
 
-    def moments(self, group: Group) -> list[list[LayerMoments]]:
-        """Moments of the input, or of every expert's, for every layer of a group."""
+    def moments(self, group: Group, last: Collection[Layer] = ()) -> list[list[LayerMoments]]:
+        """Moments of the input, or of every expert's, for every layer of a group.
+
+        What the `last` layers read is forgotten then: nothing asks for it again.
+        """
         first = group[0]
         with naming(f"layer `{first.name}`", MORE_DATA):
             sums, experts = self._sums(group), range(first.copies)
-            if self.rewriter.reads_once:
-                self.readings.drop([self.path(entry.name) for entry in group])
+            self.readings.drop([it.name.removeprefix(f"{self.block.name}.") for it in last])
             if first.in_features >= WIDE:  # a fit takes more than the passes that led to it
                 give_back_memory()
             centred = [entry.bias and entry.kind != "experts" for entry in group]
-            last = len({*centred}) == 1
+            alike = len({*centred}) == 1
             moments = {
-                flag: [_moments(sums, expert, centred=flag, last=last) for expert in experts]
+                flag: [_moments(sums, expert, centred=flag, last=alike) for expert in experts]
                 for flag in {*centred}
             }
         return [moments[flag] for flag in centred]
@@ -472,7 +474,8 @@ class BlockRewriter:
                 continue
             progress(f"{block.name} {', '.join(entry.role for entry in group)}")
             if stored is None:
-                fit_group(self.inputs, group, result, reductions, rewritten.moments(group))
+                moments = partial(rewritten.moments, group, layers if self.reads_once else ())
+                fit_group(self.inputs, group, result, reductions, moments())
             rewritten.install(group)
         rewritten.rows.close()
         rewritten.routing.replay_in(rewritten.new)

@@ -296,13 +296,13 @@ class ProductSum:
             self._sum_up()
 
     def merge(self, other: ProductSum) -> ProductSum:
-        """Adds another sum."""
+        """Adds another sum; of a large one that has not begun it takes the rows."""
         if other.is_empty:
             return self
-        if other._sum is None and self._is_large:  # rows alone
+        if other._sum is None and self._is_large:
             self._waiting += other._waiting
-            if self._is_full():
-                self._sum_up()
+            other._waiting.clear()
+            self._sum_up()
             return self
         ours, theirs = self._sum_up(), other._sum_up()
         if self._is_half and other._is_half and len(ours) > LARGE:

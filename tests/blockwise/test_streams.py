@@ -310,7 +310,7 @@ def test_a_block_runs_once_for_all_that_is_read(room: int, calls: int) -> None:
     assert block.calls == calls
 
 
-def test_what_layers_read_is_forgotten_with_all_that_is_the_same() -> None:
+def test_what_layers_read_is_forgotten() -> None:
     block, x = _Half(), torch.ones(2, 3, 4)
     stream: Any = SimpleNamespace(waiting=Call("half", (x,), {}))
     readings = Readings(block, block.forward, ("up", "down"), 2**20)

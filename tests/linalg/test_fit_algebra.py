@@ -439,28 +439,30 @@ def test_halves_of_large_sums_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("tcompress.linalg.moments.LARGE", 5)
     monkeypatch.setattr("tcompress.linalg.moments._TILE", 5)
     assert_close(gram(), whole)
+    monkeypatch.setattr("tcompress.linalg.moments.ROWS_AT_ONCE", 4)  # they have begun
+    assert_close(gram(), whole)
 
 
-@pytest.mark.parametrize("run", [1, 6, 40])  # batches: rows alone, as many as the sum, far more
+@pytest.mark.parametrize(("batches", "waits"), [(3, True), (10, False), (40, False)])
 @pytest.mark.parametrize("is_gram", [True, False])
-def test_few_rows_of_a_large_sum_wait_until_it_is_merged(
-    run: int, is_gram: bool, monkeypatch: pytest.MonkeyPatch
+def test_rows_of_a_large_sum_wait_while_they_are_smaller(
+    is_gram: bool, batches: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tcompress.linalg.moments.LARGE", 5)
     monkeypatch.setattr("tcompress.linalg.moments.ROWS_AT_ONCE", 4)
-    other = WIDTH if is_gram else WIDTH // 2
-    pairs = [(x := randn(3, WIDTH, seed=seed), x[:, :other]) for seed in range(4 * run)]
-    pairs = [(x, x) if is_gram else (y, x) for x, y in pairs]
-    total = ProductSum((other, WIDTH), "cpu")
-    for first in range(0, len(pairs), run):
-        part = ProductSum((other, WIDTH), "cpu")
-        for pair in pairs[first : first + run]:
+    shape = (WIDTH if is_gram else 2 * WIDTH, WIDTH)
+    total, exact = ProductSum(shape, "cpu"), torch.zeros(shape).double()
+    for run in range(4):
+        part = ProductSum(shape, "cpu")
+        for batch in range(batches):
+            x = randn(3, WIDTH, seed=batches * run + batch).float()
+            pair = (x, x) if is_gram else (x.repeat(1, 2), x)
             part.add(*pair)
-        waits = sum(x.nbytes for x, _ in part._waiting) * (1 if is_gram else 1.5)
-        assert waits <= 8 * other * WIDTH
-        assert (part._sum is None) == (run == 1)
+            exact += pair[0].double().T @ pair[1].double()
+        assert (part._sum is None) == waits
+        assert len(part._waiting) == batches if waits else len(part._waiting) < 2
         total = total.merge(part)
-    exact = sum(left.double().T @ right.double() for left, right in pairs)
+        assert not total._waiting  # whoever is given it sums nothing up
     assert_close(total.total(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -559,7 +561,8 @@ def test_cholesky_of_singular_matrices() -> None:
 def test_cholesky_of_large_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are factored where their copy lies, which each attempt has to be of."""
     x, few = randn(ROWS, WIDTH).double(), randn(5, WIDTH).double()
-    regular, singular = x.T @ x, few.T @ few - 1e-7 * torch.eye(WIDTH).double()
+    regular, singular = torch.cov(x.T), few.T @ few - 1e-7 * torch.eye(WIDTH).double()
+    regular = (regular + regular.T) / 2
     exact, before = torch.linalg.cholesky(regular), singular.clone()
     monkeypatch.setattr("tcompress.linalg.moments.LARGE", 5)
     assert torch.equal(safe_cholesky(regular), exact)

@@ -351,7 +351,7 @@ class _Watch:
                     visit(index)
                 with timed(MOMENTS):
                     total.add(self._sums)
-        sums = total.whole()
+        self._sums, sums = {}, total.whole()
         for name, reader in self._readers.items():
             sums[name].inputs = sums[reader].inputs
         return sums

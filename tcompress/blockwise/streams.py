@@ -312,7 +312,7 @@ class Stream:
         stream._events.put(Call(block, args, kwargs))
         answer = stream._answers.get()
         if isinstance(answer, _Stop):
-            raise answer
+            raise _Stop  # one that no frame holds, else the pass would hold itself
         return answer
 
     def _wait(self) -> None:

@@ -353,6 +353,7 @@ class BlockFitter:
             workdir.keep_block(rewritten.result)
         if self.comparison is not None or len(self.reached) < len(self._blocks):
             self._advance(readings, rewritten)
+        rewritten.routing.close()
 
     def _check_end(self, readings: Readings) -> None:
         """Make sure that no block follows the last one, such as one that runs again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -218,16 +219,22 @@ class Routing:
         self.paths = {name.removeprefix(f"{block.name}.") for name in names}
         self.current = 0  # index of the batch
         self._routes: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self._hooks = ExitStack()
         self._hook(dense, self._record)
 
     def replay_in(self, new: nn.Module) -> None:
         """Make the experts of the compressed block follow the recorded routing."""
         self._hook(new, self._replay)
 
+    def close(self) -> None:
+        """Forget all routes, and leave both blocks alone."""
+        self._hooks.close()
+        self._routes.clear()
+
     def _hook(self, block: nn.Module, hook: Callable[..., Any]) -> None:
         for path in self.paths:
-            module = block.get_submodule(path)
-            module.register_forward_pre_hook(partial(hook, path), with_kwargs=True)
+            module, hook_of = block.get_submodule(path), partial(hook, path)
+            self._hooks.enter_context(module.register_forward_pre_hook(hook_of, with_kwargs=True))
 
     def _record(self, path: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._routes[path, self.current] = routed_arguments(*args, **kwargs)[1:]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tcompress.fitting.layer_fits import CURVATURE_DAMPING, MORE_DATA, dense_matrix
 from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
 from tcompress.linalg.fits import damped_curvature, diagonal_blocks
-from tcompress.linalg.moments import naming, safe_cholesky, transposed_product
+from tcompress.linalg.moments import LARGE, naming, safe_cholesky, transposed_product
 from tcompress.models import SourceModel
 from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerPlan
@@ -197,7 +197,7 @@ def order_by_weights(
     channels as much is lost as without all that writes and reads them.
     """
     planned = {layer: entries[layer.weight_name] for layer in coupling.layers}
-    stacks = {layer: dense_matrix(source, e, device).double() for layer, e in planned.items()}
+    stacks = {layer: dense_matrix(source, e, device) for layer, e in planned.items()}
     experts = planned[coupling.layers[0]].experts
     orders = []
     for expert in range(experts or 1):
@@ -205,8 +205,8 @@ def order_by_weights(
         gram = _guessed_gram(coupling, weights)
         statistics = {}
         for layer, weight in weights.items():
-            read = gram if layer == coupling.reader else torch.eye(weight.shape[1]).to(weight)
-            facts = (planned[layer], weight, read, weight.new_zeros(len(read)))
+            read = gram if layer == coupling.reader else torch.eye(weight.shape[1]).to(gram)
+            facts = (planned[layer], weight, read, gram.new_zeros(len(read)))
             statistics[layer] = LayerStatistics(*facts)
         orders.append(order_channels(coupling, statistics, DAMPING / len(gram)))
     losses = torch.stack([order.losses for order in orders]).sum(0)
@@ -225,9 +225,12 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
     if coupling.kind == "heads":  # of values, which are read
         writers, size = writers[-1:], writers[-1][1].size // size
     for layer, part in writers:
-        rows = weights[layer][layer.rows_of(part)]
-        product = rows @ rows.mT  # as large as the moments of the largest layer
-        gram = product if gram is None or coupling.kind == "scores" else gram.mul_(product)
+        rows = weights[layer][layer.rows_of(part)].double()
+        if gram is None or coupling.kind == "scores":
+            gram = rows @ rows.mT
+        else:  # a product as large as the moments of the largest layer, by parts
+            for some, part_of_gram in zip(rows.split(LARGE), gram.split(LARGE), strict=True):
+                part_of_gram.mul_(some @ rows.mT)
     assert gram is not None
     if coupling.reader is not None and len(gram) < coupling.reader.in_features:  # shared by heads
         many = coupling.reader.in_features // len(gram)

@@ -13,6 +13,7 @@ from tcompress.linalg.moments import balanced, safe_cholesky
 _GROUP, _POOL = 64, 4  # neurons taken between two updates of all others; how many times as many vie
 _MOST_GROUPS = 64  # else they are larger: an update reads and writes all moments
 _LARGE, _DENSE = 2048, 0.75  # neurons; the share of them below which matrices are cut down
+_ROWS = 512  # of a matrix that is cut down, at a time
 _FLOOR = 1e-9  # of a neuron's own variance: what is left below it tells nothing
 
 
@@ -49,7 +50,7 @@ def order_neurons(gram: Tensor, target: Tensor, constant: float) -> NeuronOrder:
         # Those that are taken change no more.
         if len(gram) >= _LARGE and int(left.sum()) < _DENSE * len(gram):
             rows = left.nonzero().flatten()
-            gram, target = gram[rows][:, rows], target[:, rows]
+            gram, target = _cut_down(gram, rows), target[:, rows]
             least, places, left = least[rows], places[rows], left[rows]
         variance = gram.diagonal()
         gain = target.square().sum(0) / variance.clamp_min(torch.finfo(gram.dtype).tiny)
@@ -72,6 +73,20 @@ def order_neurons(gram: Tensor, target: Tensor, constant: float) -> NeuronOrder:
             target.addmm_(yields.mT, columns, alpha=-1)
     losses = constant - torch.cat([gains[0].new_zeros(1), *gains]).cumsum(0)
     return NeuronOrder(torch.cat(order), losses.clamp_min(0).cummin(0).values)
+
+
+def _cut_down(gram: Tensor, rows: Tensor) -> Tensor:
+    """Takes rows and columns of a large matrix, in ascending order, in the memory that it has.
+
+    What is written lies before all that is still to be read.  # (f, f), (left,) -> (left, left)
+    """
+    if not gram.is_contiguous():
+        return gram[rows][:, rows]
+    cut = gram.view(-1)[: len(rows) ** 2].view(len(rows), -1)
+    for first in range(0, len(rows), _ROWS):
+        some = rows[first : first + _ROWS]
+        cut[first : first + len(some)] = gram[some][:, rows]
+    return cut
 
 
 def _pivots(gram: Tensor, target: Tensor, least: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -140,6 +140,7 @@ def _answers(
         if routing.paths:  # experts follow the dense routing
             model.answer_of(waiting)
         yield waiting.waiting.run(rewritten.forward)
+    routing.close()
 
 
 def judged_batches(

@@ -215,20 +215,26 @@ class Predictor:
 
     def _weights(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Look at all layers in the norm of their weights."""
-        source, progress, device = self.inputs.source, self.inputs.progress, self.inputs.device
-        blocks = roles_of(source).blocks
+        progress, blocks = self.inputs.progress, roles_of(self.inputs.source).blocks
         progress.stage("looking at weights", len(blocks), "blocks")
         for block in reversed(blocks):
-            planned = [layer for layer in block.layers if layer.name in self.entries]
-            sizes = {layer.in_features for layer in planned}
-            grams = {n: torch.eye(n, dtype=torch.float64, device=device) for n in sizes}
-            statistics = {}
-            for layer in planned:
-                entry, gram = self.entries[layer.name], grams[layer.in_features]
-                weight, mean = dense_matrix(source, entry, device), gram.new_zeros(len(gram))
-                statistics[layer] = LayerStatistics(entry, weight, gram, mean)
+            statistics = self._weight_statistics(block)
             yield block, statistics
+            statistics.clear()
             progress.advance(1, block.name)
+
+    def _weight_statistics(self, block: Block) -> dict[Layer, LayerStatistics]:
+        """Let inputs of layers count as independent and alike."""
+        source, device = self.inputs.source, self.inputs.device
+        planned = [layer for layer in block.layers if layer.name in self.entries]
+        sizes = {layer.in_features for layer in planned}
+        grams = {n: torch.eye(n, dtype=torch.float64, device=device) for n in sizes}
+        statistics = {}
+        for layer in planned:
+            entry, gram = self.entries[layer.name], grams[layer.in_features]
+            weight, mean = dense_matrix(source, entry, device), gram.new_zeros(len(gram))
+            statistics[layer] = LayerStatistics(entry, weight, gram, mean)
+        return statistics
 
     def _condensed_weight(self, entry: LayerPlan, sums: Sensitivity) -> Tensor:
         """Condense the weight of a layer by the moments of gradients that it sends back."""

@@ -272,7 +272,7 @@ class StructuredLinear(nn.Module):
             count = readers if side == "in" else 1
             self.add_module(name, TransformModule(layout, side, count, **place))
         # A tuple keeps the other layer out of this one's children: its tensors are stored once.
-        self._input_owner = (self if input_of is None else input_of,)
+        self._input_owner = () if input_of is None else (input_of,)
         # In a dict, factors of other layers stay out of this one's children: they are stored once.
         self.factors: dict[str, FactorsModule] = {}
         for name, layout in factor_layouts(self.parts).items():
@@ -323,7 +323,7 @@ class StructuredLinear(nn.Module):
         return inputs
 
     def _transform(self, side: Side, part: int, term: int) -> Any:
-        owner = self._input_owner[0] if side == "in" else self
+        [owner] = self._input_owner if side == "in" and self._input_owner else (self,)
         return owner._modules.get(transform_name(owner.parts, side, part, term))
 
     def core(self, inputs: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
@@ -383,7 +383,7 @@ class StructuredLinear(nn.Module):
     def owners(self) -> list[nn.Module]:
         """Modules whose tensors the weight depends on, those of other layers among them."""
         found = [*self._modules.values()]
-        if self._input_owner[0] is not self:
+        if self._input_owner:
             found += [self._transform("in", 0, term) for term in range(len(self.parts[0].terms))]
         found += [module for module in self.factors.values() if module not in found]
         return [self, *(module for module in found if module is not None)]

@@ -79,6 +79,22 @@ def test_neurons_are_ordered_once_each_and_losses_are_those_of_least_squares(
         assert float(found.losses[kept]) == pytest.approx(missed, abs=1e-9 * constant)
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_many_neurons_are_ordered_in_the_memory_of_their_moments(
+    contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [gram], weight = _moments(61, 1), randn(5, 61, seed=2)
+    gram, constant = (gram + gram.T) / 2, float((weight @ gram * weight).sum())
+    monkeypatch.setattr("tcompress.linalg.channels._GROUP", 4)
+    exact = order_neurons(gram.clone(), weight @ gram, constant)
+    monkeypatch.setattr("tcompress.linalg.channels._LARGE", 8)
+    monkeypatch.setattr("tcompress.linalg.channels._ROWS", 7)
+    given = gram.clone() if contiguous else gram.clone().T
+    found = order_neurons(given, weight @ gram, constant)
+    assert torch.equal(found.order, exact.order)
+    assert torch.allclose(found.losses, exact.losses, rtol=1e-9, atol=1e-9 * constant)
+
+
 def test_the_first_neuron_explains_most_and_copies_come_last() -> None:
     [gram], weight = _moments(12, 3), randn(4, 12, seed=4)
     twice = torch.cat([gram, gram], 0)

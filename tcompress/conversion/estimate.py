@@ -440,8 +440,8 @@ def _orders(work: _Work) -> Iterator[FitCost]:
             channels, outputs = reader.in_features, reader.out_features
             # All that is left is corrected after every few, and what it tells of the target.
             flops = 2.0 * channels**3 + 10.0 * outputs * channels**2
-            # G as measured or guessed and damped, and some of its rows.
-            size = 20 * channels**2 + 16 * outputs * channels
+            # G as measured or guessed, damped, and some of its rows.
+            size = 16 * channels**2 + 16 * outputs * channels
             if not work.tokens:  # moments are guessed from weights
                 inputs = sum(layer.in_features for layer, _ in coupling.writers)
                 flops += 16.0 * inputs * channels**2

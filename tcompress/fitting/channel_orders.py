@@ -12,7 +12,13 @@ from torch import Tensor
 from tcompress.fitting.layer_fits import CURVATURE_DAMPING, MORE_DATA, dense_matrix
 from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
 from tcompress.linalg.fits import damped_curvature, diagonal_blocks
-from tcompress.linalg.moments import LARGE, naming, safe_cholesky, transposed_product
+from tcompress.linalg.moments import (
+    LARGE,
+    naming,
+    ridge_level,
+    safe_cholesky,
+    transposed_product,
+)
 from tcompress.models import SourceModel
 from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerPlan
@@ -24,6 +30,7 @@ from tcompress.structures.modules.linear import Channels
 # heads, it is an order of rows; within heads a basis of each, the most useful directions first.
 
 READ = ""  # stands for a part where a layer reads channels
+_ROWS = 256  # of a product that is taken by parts, where it is large
 DAMPING = 1e-4  # of moments that were guessed, in units of their mean diagonal
 
 
@@ -176,11 +183,13 @@ BlockStatistics = Mapping[Layer, LayerStatistics]
 """What is measured of the planned layers of a block."""
 
 
-def order_channels(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
+def order_channels(
+    coupling: Coupling, statistics: BlockStatistics, damping: float | None
+) -> ChannelOrder:
     """Order the channels of a coupling by what is measured of its layers.
 
-    `damping` is a ridge on their moments at one row per input, in units of the mean diagonal. A
-    `FitError` names the layers.
+    `damping` is a ridge on their moments at one row per input, in units of the mean diagonal; None
+    where they have it, and are overwritten. A `FitError` names the layers.
     """
     order = {"values": _values, "scores": _scores}.get(coupling.kind, _whole)
     names = ", ".join(f"`{statistics[layer].entry.name}`" for layer in coupling.layers)
@@ -202,13 +211,7 @@ def order_by_weights(
     orders = []
     for expert in range(experts or 1):
         weights = {layer: stack[expert] if experts else stack for layer, stack in stacks.items()}
-        gram = _guessed_gram(coupling, weights)
-        statistics = {}
-        for layer, weight in weights.items():
-            read = gram if layer == coupling.reader else torch.eye(weight.shape[1]).to(gram)
-            facts = (planned[layer], weight, read, gram.new_zeros(len(read)))
-            statistics[layer] = LayerStatistics(*facts)
-        orders.append(order_channels(coupling, statistics, DAMPING / len(gram)))
+        orders.append(_order_of_weights(coupling, planned, weights))
     losses = torch.stack([order.losses for order in orders]).sum(0)
     shares = (part.size / planned[layer].out_features for layer, part in coupling.writers)
     least = torch.finfo(losses.dtype).tiny
@@ -217,6 +220,21 @@ def order_by_weights(
         return ChannelOrder(coupling, losses, orders[0].reductions)
     rows = torch.stack([next(iter(order.reductions.values())).reduce for order in orders])
     return ChannelOrder(coupling, losses, dict.fromkeys(orders[0].reductions, Reduction(rows)))
+
+
+def _order_of_weights(
+    coupling: Coupling, planned: Mapping[Layer, LayerPlan], weights: Mapping[Layer, Tensor]
+) -> ChannelOrder:
+    """Order the channels of one coupling, or of one expert's, by these weights."""
+    gram = _guessed_gram(coupling, weights)
+    damping, statistics = DAMPING / len(gram), dict[Layer, LayerStatistics]()
+    for layer, weight in weights.items():
+        read = gram if layer == coupling.reader else torch.eye(weight.shape[1]).to(gram)
+        # In place: what is guessed is large, and nobody else reads it.
+        read.diagonal().add_(ridge_level(read, damping * len(read)))
+        facts = (planned[layer], weight, read, gram.new_zeros(len(read)))
+        statistics[layer] = LayerStatistics(*facts)
+    return order_channels(coupling, statistics, None)
 
 
 def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor:
@@ -228,8 +246,9 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
         rows = weights[layer][layer.rows_of(part)].double()
         if gram is None or coupling.kind == "scores":
             gram = rows @ rows.mT
-        else:  # a product as large as the moments of the largest layer, by parts
-            for some, part_of_gram in zip(rows.split(LARGE), gram.split(LARGE), strict=True):
+        else:  # of many rows without a product as large beside it
+            size = _ROWS if len(rows) > LARGE else LARGE
+            for some, part_of_gram in zip(rows.split(size), gram.split(size), strict=True):
                 part_of_gram.mul_(some @ rows.mT)
     assert gram is not None
     if coupling.reader is not None and len(gram) < coupling.reader.in_features:  # shared by heads
@@ -240,40 +259,43 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
     return gram.div_(gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny))
 
 
-def _metrics(layer: LayerStatistics, damping: float) -> tuple[Tensor, Tensor]:
+def _metrics(layer: LayerStatistics, damping: float | None) -> tuple[Tensor, Tensor]:
     """Damped moments of a layer's inputs, and of the gradients at its outputs."""
-    gram = damped_curvature(layer.gram, damping * len(layer.gram) / layer.rows)
+    gram = layer.gram
+    if damping is not None:
+        gram = damped_curvature(gram, damping * len(gram) / layer.rows)
     if layer.curvature is None:  # every layer counts alike
         energy = float(layer.weight.double().square().sum()) or 1.0
         return gram, torch.eye(layer.entry.out_features).to(gram) / energy
     return gram, damped_curvature(layer.curvature, CURVATURE_DAMPING)
 
 
-def _whole(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
+def _whole(coupling: Coupling, statistics: BlockStatistics, damping: float | None) -> ChannelOrder:
     """Order neurons, or whole heads, by what their reader computes without them."""
     assert coupling.reader is not None
     reader = statistics[coupling.reader]
-    weight = reader.weight.double()
     gram, curvature = _metrics(reader, damping)
-    weighed = transposed_product(safe_cholesky(curvature), weight)
+    weighed = transposed_product(safe_cholesky(curvature), reader.weight.double())
+    del curvature  # orders of many channels take much themselves
     target = weighed @ gram
-    constant = float(weighed.mul(target).sum())
+    constant, channels = float(weighed.mul(target).sum()), len(gram)
+    del weighed
     if coupling.kind == "neurons":
         ordered = order_neurons(gram, target, constant)
     else:
-        ordered = order_groups(gram, target, constant, len(gram) // coupling.size)
+        ordered = order_groups(gram, target, constant, channels // coupling.size)
     losses = ordered.losses * reader.rows
     if coupling.kind == "heads" and coupling.size == 1:  # all or none: there is nothing to order
         return ChannelOrder(coupling, losses)
     ends = [(statistics[it], part.name, part.size) for it, part in coupling.writers]
     reductions = {}
-    for layer, part, width in (*ends, (reader, READ, len(gram))):
+    for layer, part, width in (*ends, (reader, READ, channels)):
         rows = torch.arange(width, device=ordered.order.device).unflatten(0, (coupling.size, -1))
         reductions[layer.entry.key, part, width] = Reduction(rows[ordered.order].flatten())
     return ChannelOrder(coupling, losses, reductions)
 
 
-def _values(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
+def _values(coupling: Coupling, statistics: BlockStatistics, damping: float | None) -> ChannelOrder:
     assert coupling.reader is not None
     [(layer, part)] = coupling.writers
     reader, writer = statistics[coupling.reader], statistics[layer]
@@ -289,7 +311,7 @@ def _values(coupling: Coupling, statistics: BlockStatistics, damping: float) -> 
     return ChannelOrder(coupling, bases.losses * reader.rows, reductions)
 
 
-def _scores(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
+def _scores(coupling: Coupling, statistics: BlockStatistics, damping: float | None) -> ChannelOrder:
     (first, queries), (second, keys) = sorted(
         coupling.writers, key=lambda pair: pair[1].name.endswith("k")
     )

@@ -85,6 +85,8 @@ BFLOAT16, EMULATED = 0.4, 3.5
 
 TILES = 0.55  # of the time of moments, what they take where tiles (AMX) multiply bfloat16
 
+SCORED = 8000  # operations for each score of a token: exponentials, draws, sums in float64
+
 REFITTED = 0.3  # of a block, what runs again for one of its halves to be fitted
 
 FEWEST_SAMPLES = 32
@@ -240,6 +242,11 @@ class _Work:
         head = self.source.keymap.model.get_output_embeddings()  # type: ignore[operator]
         return 0 if head is None else _parameters(head)
 
+    def scored(self, tokens: float) -> float:
+        """Operations of outcomes that are drawn by the scores of tokens, or compared by them."""
+        width = getattr(self.source.config.get_text_config(), "hidden_size", 0) or 1
+        return SCORED * tokens * self.head_parameters / width
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of a number of a block that passes run through."""
@@ -343,7 +350,7 @@ def _tried_alone(work: _Work) -> tuple[int, float]:
         size = _parameters(model.get_submodule(block.name))
         if count := counts.get(block.name, 0):
             passed = work.pass_share * (REFITTED * size * fitted + (size + after) * judged)
-            flops += 2.0 * count * (passed + work.head_parameters * judged)
+            flops += count * (2.0 * (passed + work.head_parameters * judged) + work.scored(judged))
             for [first, *_], fit in chain(*work.alone):
                 if module_path(source, first.block) == block.name:
                     flops += work.sum_share * fitted * float(first.in_features) ** 2 + fit.flops
@@ -516,7 +523,7 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     # Passes forward, again, and backward, and moments of all layers of a block.
     scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
     sums = work.sum_share * sum(float(x * x + y * y) for x, y in chain(*work.shapes))
-    passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters
+    passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters + work.scored(1)
     of_blocks = max((_statistics_memory(shapes, measured) for shapes in work.shapes), default=0)
     memory = running + 2 * measured * state + scores + of_blocks
     return fitting, FitCost(measured * (passed + sums), memory)

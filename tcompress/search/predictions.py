@@ -218,23 +218,10 @@ class Predictor:
         progress, blocks = self.inputs.progress, roles_of(self.inputs.source).blocks
         progress.stage("looking at weights", len(blocks), "blocks")
         for block in reversed(blocks):
-            statistics = self._weight_statistics(block)
+            statistics = _of_weights(block, self.entries, self.inputs)
             yield block, statistics
             statistics.clear()
             progress.advance(1, block.name)
-
-    def _weight_statistics(self, block: Block) -> dict[Layer, LayerStatistics]:
-        """Let inputs of layers count as independent and alike."""
-        source, device = self.inputs.source, self.inputs.device
-        planned = [layer for layer in block.layers if layer.name in self.entries]
-        sizes = {layer.in_features for layer in planned}
-        grams = {n: torch.eye(n, dtype=torch.float64, device=device) for n in sizes}
-        statistics = {}
-        for layer in planned:
-            entry, gram = self.entries[layer.name], grams[layer.in_features]
-            weight, mean = dense_matrix(source, entry, device), gram.new_zeros(len(gram))
-            statistics[layer] = LayerStatistics(entry, weight, gram, mean)
-        return statistics
 
     def _condensed_weight(self, entry: LayerPlan, sums: Sensitivity) -> Tensor:
         """Condense the weight of a layer by the moments of gradients that it sends back."""
@@ -365,6 +352,21 @@ class Predictor:
             for group in close_to(self.fraction, name, block, sites, self.entries):
                 self.fits.fit(group, sites, named)
         self.fits.drop(sites.values(), exact)
+
+
+def _of_weights(
+    block: Block, entries: Mapping[str, LayerPlan], inputs: SearchInputs
+) -> dict[Layer, LayerStatistics]:
+    """Statistics of the planned layers of a block whose inputs count as independent and alike."""
+    planned = [layer for layer in block.layers if layer.name in entries]
+    sizes = {layer.in_features for layer in planned}
+    grams = {n: torch.eye(n, dtype=torch.float64, device=inputs.device) for n in sizes}
+    statistics = {}
+    for layer in planned:
+        entry, gram = entries[layer.name], grams[layer.in_features]
+        weight = dense_matrix(inputs.source, entry, inputs.device)
+        statistics[layer] = LayerStatistics(entry, weight, gram, gram.new_zeros(len(gram)))
+    return statistics
 
 
 def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec]:

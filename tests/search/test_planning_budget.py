@@ -333,8 +333,8 @@ READ = {"vit": 32 + 32 + 32 + 64, "llama": 32 + 32 + 32 + 64, "whisper": 6 * 32 
 
 
 def _bytes_of_token(family: str) -> int:
-    """Two streams of 32 numbers, and what layers read."""
-    return 4 * (2 * 32 + READ[family])
+    """Two streams of 32 numbers, what their models began with, and what layers read."""
+    return 4 * (4 * 32 + READ[family])
 
 
 def test_pictures_and_sounds_have_their_own_lengths(estimated: Callable[..., Estimate]) -> None:

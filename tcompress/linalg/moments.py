@@ -299,7 +299,7 @@ class ProductSum:
         """Adds another sum; of a large one that has not begun it takes the rows."""
         if other.is_empty:
             return self
-        if other.waits:
+        if other._sum is None and self._is_large:
             self._waiting += other._waiting
             other._waiting.clear()
             self._sum_up()
@@ -314,26 +314,8 @@ class ProductSum:
         return self
 
     @property
-    def waits(self) -> bool:
-        """Tell whether it is a large sum that is rows alone."""
-        return self._is_large and self._sum is None
-
-    @property
     def _is_large(self) -> bool:
         return max(self.shape) > LARGE
-
-    def moved_by(self, left: Tensor, right: Tensor) -> ProductSum:
-        """Return a sum that `waits` of the same rows, with vectors added to them; this is emptied.
-
-        A pass over rows is less than those over the sum that outer products take.
-        """
-        moved = ProductSum(self.shape, self.device, self.dtype, self.passes)
-        while self._waiting:
-            one, two = self._waiting.pop(0)
-            row = one + left.to(one)
-            same = one is two and left is right
-            moved._waiting.append((row, row if same else two + right.to(two)))
-        return moved
 
     def _is_full(self) -> bool:
         """Tell whether enough rows wait: of a large sum that is not begun, as many as it takes."""
@@ -507,19 +489,12 @@ class MomentSums:
             return self if self.rows else other
         pairs = zip(other._centres, self._centres, strict=True)
         shifts = [theirs.double() - ours.double() for theirs, ours in pairs]
-        # Rows whose weights are one can move themselves, where these sums have all of them.
-        moves = other._weight == other._squares == other.rows
         if all(products.is_empty for products in self._sums + other._sums):
             totals = [(self._same, other._same, _PAIRS[0])]
         else:
             totals = [*zip(self._sums, other._sums, _PAIRS, strict=False)]
-            moves = moves and other._same.is_empty
             self._same.merge(other._same)
         for ours, theirs, (i, j) in totals:
-            if moves and theirs.waits:
-                left = self._put_out(shifts[i]) if i else shifts[i]
-                ours.merge(theirs.moved_by(left, shifts[j]))
-                continue
             # sum w (x + s) (y + t)^T = sum w x y^T + (sum w x) t^T + s (sum w y + w t)^T
             right = other._means[j] + other._weight * shifts[j]
             ours.merge(theirs)

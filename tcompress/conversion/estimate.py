@@ -244,8 +244,7 @@ class _Work:
 
     def scored(self, tokens: float) -> float:
         """Operations of outcomes that are drawn by the scores of tokens, or compared by them."""
-        width = getattr(self.source.config.get_text_config(), "hidden_size", 0) or 1
-        return SCORED * tokens * self.head_parameters / width
+        return SCORED * tokens * scores_of(self.source)
 
     @property
     def weight_bytes(self) -> int:

@@ -247,8 +247,8 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
         if gram is None or coupling.kind == "scores":
             gram = rows @ rows.mT
         else:  # of many rows without a product as large beside it
-            size = _ROWS if len(rows) > LARGE else LARGE
-            for some, part_of_gram in zip(rows.split(size), gram.split(size), strict=True):
+            step = _ROWS if len(rows) > LARGE else LARGE
+            for some, part_of_gram in zip(rows.split(step), gram.split(step), strict=True):
                 part_of_gram.mul_(some @ rows.mT)
     assert gram is not None
     if coupling.reader is not None and len(gram) < coupling.reader.in_features:  # shared by heads

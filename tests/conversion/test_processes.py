@@ -178,9 +178,12 @@ def test_what_one_process_may_meet_alone_ends_all(
     assert told == [("job", False), *([error] if goes_on else [])]
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("kind", ["same", "different", "weighed", "some the same"])
-def test_runs_add_up_to_the_whole(kind: str) -> None:
+def test_runs_add_up_to_the_whole(kind: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each about means of its own."""
+    if large:  # rows of a run wait
+        monkeypatch.setattr("tcompress.linalg.moments.LARGE", 4)
     rows = torch.randn(60, 5) + torch.arange(60)[:, None] / 20
     other = rows if kind == "same" else rows * 0.9 + 0.1 * torch.randn(60, 5)
     weights = torch.rand(60).double() if kind == "weighed" else None

@@ -55,6 +55,7 @@ from tcompress.planning.entries import BlockLoss, DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent, StageTimes
 from tcompress.search.budgets import approach
+from tcompress.search.candidates import left_out
 from tcompress.search.depth_search import choose_blocks, depth_without, dropping
 from tcompress.search.search import Measurements, Statistics, answers, within_error
 from tcompress.timing_model.clocks import REPEATS, STEPS, Workload
@@ -139,6 +140,8 @@ def convert(
             "warning: this processor has no products in bfloat16, and passes take longer in it; "
             "leave `--mixed-precision` out"
         )
+    if note := left_out(recipe, source):
+        times.tell(note)
     identity = identity_of(
         {
             "recipe": recipe.model_dump(mode="json"),

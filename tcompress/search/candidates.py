@@ -91,6 +91,21 @@ def offered_in(
     return offered_by(recipe.method, fraction, timed=fast, alone=alone)
 
 
+def left_out(recipe: Convert, source: SourceModel) -> str:
+    """Say which methods `auto` leaves out of a model for its width, and how they are taken in."""
+    if not isinstance(recipe.method, AutoSpec):
+        return ""
+    usual = [*offered_by(recipe.method, STAND_IN, timed=recipe.counts_time)]
+    wide = [name for name in usual if name not in offered_in(recipe, source, STAND_IN)]
+    if not wide:
+        return ""
+    return (
+        f"note: `auto` leaves out {', '.join(f'`{name}`' for name in wide)}: a layer has more than "
+        f"{WIDEST:,} inputs, to which such fits take long, and passes are no faster; `--offer "
+        f"{','.join(usual)}` takes all in"
+    )
+
+
 def names_offered(recipe: Convert, source: SourceModel) -> tuple[str, ...]:
     """Name the methods that layers without rules may take."""
     if isinstance(recipe.method, AutoSpec):

@@ -27,7 +27,7 @@ from tcompress.options import Convert
 from tcompress.planning import costs
 from tcompress.planning.planner import make_plan
 from tcompress.search import candidates
-from tcompress.search.candidates import condensed_layers, offered_in
+from tcompress.search.candidates import condensed_layers, left_out, offered_in
 from tcompress.structures import Target
 from tests.support.conversions import calibration
 
@@ -122,10 +122,15 @@ def test_slices_are_left_out_of_wide_models_with_data(
     recipe = Convert.model_validate(auto)
     slices = Convert.model_validate({**auto, "method": {"name": "auto", "offer": ["lprod"]}})
     assert [*offered_in(recipe, source, 0.25)] == ["svd", "lprod", "width"]
+    assert not left_out(recipe, source)
     monkeypatch.setattr(candidates, "WIDEST", 8)
     assert [*offered_in(recipe, source, 0.25)] == ["svd", "width"]
     assert [*offered_in(free, source, 0.25)] == ["svd", "lprod", "width"]
     assert [*offered_in(slices, source, 0.25)] == ["lprod"]
+    assert left_out(recipe, source).startswith("note: `auto` leaves out `lprod`: a layer has more")
+    assert left_out(recipe, source).endswith("`--offer svd,lprod,width` takes all in")
+    svd = Convert.model_validate({"method": {"name": "svd"}, "target": 0.4})
+    assert not any(left_out(other, source) for other in (free, slices, svd))
 
 
 def test_gradients_that_a_layer_alone_sends_back(

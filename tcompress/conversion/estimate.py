@@ -93,7 +93,7 @@ FEWEST_SAMPLES = 32
 """No fewer samples are proposed where room is lacking."""
 
 _STEPS = 100  # of the fit of a transform
-_SMALL_PRODUCTS = 60  # operations in a step for each generator and row that it turns, with waiting
+_SMALL_PRODUCTS = 80  # operations in a step for each generator and row that it turns, with waiting
 _ROUNDS = 7  # over the summands of a sum
 _TRIED = 2  # answers that are so near that they are fitted too, beside that which is taken
 _TRIALS = 4  # conversions that a search for the number of blocks makes

@@ -247,7 +247,7 @@ class _Work:
         return SCORED * tokens * scores_of(self.source)
 
     @property
-    def weight_bytes(self) -> int:
+    def bytes_in_passes(self) -> int:
         """Bytes of a number of a block that passes run through."""
         lowered = self.recipe.calibration.mixed_precision == "bf16"
         keys = (weight_keys(self.source, entry)[0] for entry in self.plan.layers)
@@ -508,7 +508,7 @@ def _walk(work: _Work) -> tuple[FitCost, FitCost]:
     # Weights outside the blocks, those of a block, and activations.
     outside = _parameters(source.keymap.model) - sum(parameters)
     state, measured = 4 * plan.layers[0].in_features, work.measured_tokens  # bytes of a token
-    running = 4 * outside + work.weight_bytes * max(parameters) + 16 * together * widest
+    running = 4 * outside + work.bytes_in_passes * max(parameters) + 16 * together * widest
     # The dense stream runs once, the other one once for every group, up to it, with what is fitted
     # by then in place of the rest; G and, unless rows stand for it, D by halves, and C or W C.
     streams = sum(4.0 * share * size * tokens for size in parameters)
